@@ -1,0 +1,51 @@
+"""The prefix index: which block holds the KV of which prefix key.
+
+Pure accounting over ids; it knows neither tokens nor references. A key stands for everything the bytes of
+a block depend on (`pagemill.keys`), so equal keys mean interchangeable blocks. The index holds at most one
+block per key and one key per block. Only confirmed blocks may be inserted; whoever hands a block out for
+writing removes it first.
+"""
+
+from __future__ import annotations
+
+from pagemill.messages import BlockId
+
+
+class PrefixIndex:
+    """A one-to-one map between keys and blocks. Owned by the `BlockPool`, which alone removes entries."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, BlockId] = {}
+        self._keys: dict[BlockId, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def find(self, key: bytes) -> BlockId | None:
+        return self._blocks.get(key)
+
+    def key_of(self, block: BlockId) -> bytes | None:
+        return self._keys.get(block)
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._keys
+
+    def insert(self, key: bytes, block: BlockId) -> bool:
+        """False, and no change, if the key already has a block: the newcomer stays private."""
+        if key in self._blocks:
+            return False
+        if block in self._keys:
+            raise ValueError(f"block {block} already stands for another prefix")
+        self._blocks[key] = block
+        self._keys[block] = key
+        return True
+
+    def remove(self, block: BlockId) -> None:
+        """Forgets a block that is about to be overwritten. No effect if it is not indexed."""
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._blocks[key]
+
+    def entries(self) -> dict[bytes, BlockId]:
+        """A copy, for invariants."""
+        return dict(self._blocks)

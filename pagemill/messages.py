@@ -1,0 +1,496 @@
+"""Every message that crosses a process border, grouped by direction; the unions stand at the end.
+
+Rules. All structs are frozen and positional (``array_like``), for both ends come from one distribution; the
+handshake (`Hello`) refuses anything else. Bulk integers travel as packed native int32 (`pack_ids` /
+`unpack_ids`), bulk floats as packed native float32. No pickle anywhere. Everything to or from a worker, and
+every message to a frontend, carries the scheduler's *epoch*: an older one is dropped and counted, never
+asserted on. Requests from frontends are idempotent and carry none.
+
+This module imports msgspec and nothing else of ours: it must not know any process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Literal, NewType
+
+import msgspec
+
+SeqId = NewType("SeqId", int)
+BlockId = NewType("BlockId", int)
+SwapSlotId = NewType("SwapSlotId", int)
+RowId = NewType("RowId", int)
+PlanId = NewType("PlanId", int)
+
+ProcessKind = Literal["frontend", "scheduler", "worker"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+RowOutcome = Literal["accepted", "deferred", "failed"]
+
+#: An id that stands for "none".
+NONE = -1
+NO_PLAN = PlanId(NONE)
+NO_ROW = RowId(NONE)
+
+
+def pack_ids(ids: list[int] | array[int]) -> bytes:
+    """Token, block or slot ids as packed native int32. Raises OverflowError outside int32."""
+    return (ids if isinstance(ids, array) else array("i", ids)).tobytes()
+
+
+def unpack_ids(packed: bytes) -> array[int]:
+    """The inverse of `pack_ids`. Raises ValueError if the length is no multiple of four."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A member of one of the unions below: positional, tagged with its class name."""
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a message: positional, untagged."""
+
+
+# --- handshake -------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of either end of a zmq pair. A wrong token or version closes the pair."""
+
+    token: bytes
+    protocol_version: int
+    kind: ProcessKind
+    index: int
+    incarnation: int
+
+
+# --- what a sequence asks for ----------------------------------------------------------------------------
+
+
+class SamplingParams(Record):
+    """How one sequence samples. Validated by the frontend; the worker still range-checks every index.
+
+    Order: logit bias, penalties, mask of stop ids before `min_tokens`, divide by temperature, then
+    min-p, top-k, top-p; the token is the argmax of what is left + Gumbel(seed, position, token id).
+    """
+
+    temperature: float = 1.0  #: below 1e-5: argmax, lowest id on a tie
+    top_p: float = 1.0
+    top_k: int = 0  #: 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  #: over prompt and output
+    presence_penalty: float = 0.0  #: over output only
+    frequency_penalty: float = 0.0  #: over output only
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int = NONE  #: NONE: no logprobs; 0: only the chosen token's; k: the k best too
+    min_tokens: int = 0  #: ids of `stop_token_ids` are masked before this many output tokens
+    stop_token_ids: tuple[int, ...] = ()  #: including the model's EOS ids, unless they are to be ignored
+
+
+class Limits(Record):
+    """When the core ends one sequence. EOS ids are already part of `SamplingParams.stop_token_ids`."""
+
+    max_tokens: int  #: output tokens, at least 1
+
+
+class SequenceKey(Record, order=True):
+    """The name of a sequence between a frontend and the scheduler. Adding one twice changes nothing."""
+
+    frontend: int
+    incarnation: int  #: of the frontend process
+    request: int  #: the frontend's own counter
+    choice: int  #: prompt index * n + choice of that prompt
+
+
+# --- frontend -> scheduler -------------------------------------------------------------------------------
+
+
+class AddRequest(Message):
+    """One sequence to run. Answered by `SequenceOutput`s, the last of which has a finish reason.
+
+    After a new scheduler a frontend sends it again with the outputs received so far; `arrival` keeps
+    the order. Prefix keys are those of the prompt's full blocks, chained from `root` (`pagemill.keys`).
+    """
+
+    key: SequenceKey
+    request_id: str  #: the public id, for logs and /debug/state
+    prompt_ids: bytes  #: packed int32
+    output_ids: bytes  #: packed int32, received so far
+    sampling: SamplingParams
+    limits: Limits
+    seed: int  #: unsigned 64 bit; choice i of a request has its own
+    priority: int  #: lower first
+    arrival: float  #: seconds, wall clock
+    root: bytes  #: 32 bytes: model fingerprint, adapter, cache domain; empty: keep out of the prefix cache
+    prefix_keys: bytes  #: 32 bytes per full block of the prompt
+
+
+class FinishRequest(Message):
+    """The frontend found the end itself (a stop string): keep the first `keep` output tokens, free the rest.
+
+    Not an abort: counts, cached blocks and later sessions see the kept tokens. No reply.
+    """
+
+    key: SequenceKey
+    reason: FinishReason
+    keep: int
+
+
+class AbortRequest(Message):
+    """The client went away. No reply; blocks are freed at once (behind the fence of a plan in flight)."""
+
+    key: SequenceKey
+
+
+class DebugStateQuery(Message):
+    """Asks for a `DebugStateReply` with the same `query` number."""
+
+    query: int
+
+
+# --- scheduler -> frontend -------------------------------------------------------------------------------
+
+
+class TokenLogprobs(Record, gc=False):
+    """Of the raw logits, natural logarithm, finite (clamped at -9999.0)."""
+
+    logprob: float  #: of the token drawn
+    top_ids: bytes  #: packed int32, best first, lowest id first on a tie
+    top_logprobs: bytes  #: packed float32
+
+
+class SequenceOutput(Record):
+    """New tokens of one sequence. `first_index` counts output tokens: lower is ignored, a gap is a fault."""
+
+    key: SequenceKey
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]  #: one per token, or none if not asked for
+    finish_reason: FinishReason | None
+    stop_token_id: int  #: the id that ended it (it is the last of token_ids), or NONE
+    num_cached_tokens: int  #: prompt tokens that came from the prefix cache
+    num_preemptions: int
+    queue_s: float  #: seconds from arrival at the scheduler to the first slice
+    error: str  #: from a fixed catalogue, "" if none
+
+
+class Rejection(Record):
+    """A sequence that will not run. `required` and `available` are tokens for the first two reasons, sequences for the third."""
+
+    key: SequenceKey
+    reason: Literal["exceeds_model_length", "exceeds_kv_cache", "queue_full", "draining", "invalid"]
+    required: int
+    available: int
+
+
+class StepOutput(Message):
+    """What one step (or one refusal) means for one frontend. At most one per frontend and `handle` batch."""
+
+    frontend: int
+    epoch: int
+    outputs: tuple[SequenceOutput, ...]
+    rejections: tuple[Rejection, ...]
+
+
+class SchedulerReady(Message):
+    """Sent once per epoch to each frontend, when all workers are ready. From here on requests are taken."""
+
+    epoch: int
+    max_model_len: int  #: tokens, prompt and output together; the frontend validates with this, not its own guess
+    block_size: int
+    num_blocks: int
+    num_swap_slots: int
+    max_num_seqs: int
+    deterministic: bool
+
+
+class StatsSnapshot(Message):
+    """Gauges and counters of the core. Counters only grow within an epoch. Sent after steps, at most every 100 ms, and when idle every second."""
+
+    epoch: int
+    steps: int
+    num_waiting: int
+    num_running: int
+    num_preempted: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int  #: unreferenced but indexed
+    blocks_used: int  #: the rest; free + cached + used = total
+    swap_slots_total: int
+    swap_slots_free: int
+    swap_slots_cached: int
+    swap_slots_held: int
+    slot_utilization: float  #: distinct computed positions / (used blocks * block size); 1.0 when none is used
+    preemptions_swap: int
+    preemptions_recompute: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    tokens_computed: int  #: positions computed, recomputed ones included
+    tokens_recomputed: int
+    tokens_generated: int
+    steps_with_tokens: dict[int, int]  #: histogram: upper bucket bound -> plans with at most that many tokens
+    step_seconds: dict[str, float]  #: cumulative, by part: schedule, worker parts, wait
+    dropped_messages: int  #: older epochs and unknown names
+
+
+class SequenceState(msgspec.Struct, frozen=True):
+    """One live sequence in `DebugState` (these few structs are named fields, for they are shown as JSON)."""
+
+    request_id: str
+    seq_id: int
+    status: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    blocks: int
+    swap_slots: int
+    preemptions: int
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    """free + cached + used = total, always."""
+
+    total: int
+    free: int
+    cached: int
+    used: int
+
+
+class SwapSlotCounts(msgspec.Struct, frozen=True):
+    """free + cached + held = total, always."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+
+
+class InvariantReport(msgspec.Struct, frozen=True):
+    ok: bool
+    error: str | None
+
+
+class DebugState(msgspec.Struct, frozen=True):
+    """The body of GET /debug/state."""
+
+    epoch: int
+    steps: int
+    plans_in_flight: int
+    sequences: list[SequenceState]
+    blocks: BlockCounts
+    swap_slots: SwapSlotCounts
+    invariants: InvariantReport
+
+
+class DebugStateReply(Message):
+    """Answers the `DebugStateQuery` with the same number."""
+
+    query: int
+    state: DebugState
+
+
+# --- scheduler -> worker ---------------------------------------------------------------------------------
+
+
+class InstallRow(Message):
+    """Makes a row: the worker's cached place for a running sequence. Sent once, before the first slice that names it.
+
+    What the worker keeps per row is a pure function of what it was sent. A row number is reused only
+    after every plan that names it is acknowledged; `version` tells its uses apart.
+    """
+
+    epoch: int
+    row: RowId
+    version: int
+    seq_id: SeqId
+    sampling: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+    token_ids: bytes  #: packed int32: the whole known history, prompt first
+    block_tables: tuple[bytes, ...]  #: packed int32, one per KV group
+
+
+class Slice(Record, gc=False):
+    """One row's share of a step: compute `num_tokens` positions from `start` on, then sample if `sample`.
+
+    `new_token_ids` are appended to the row's history first (packed int32; usually the one token drawn in
+    an earlier step). If `after_plan` is not NONE, the input is the token that plan drew for this row
+    instead. `new_block_ids` extend the row's tables, one packed entry per KV group.
+    """
+
+    row: RowId
+    version: int
+    start: int
+    num_tokens: int
+    sample: bool
+    new_token_ids: bytes
+    after_plan: PlanId
+    new_block_ids: tuple[bytes, ...]
+
+
+class Transfer(Record, gc=False):
+    """One block copied between tiers. A forward waits for it only if `needed_by` names its plan (NONE: no plan waits)."""
+
+    transfer_id: int
+    from_tier: Literal["device", "arena"]
+    from_id: int
+    to_tier: Literal["device", "arena"]
+    to_id: int
+    needed_by: PlanId
+
+
+class Plan(Message):
+    """The order for one step, the same bytes to every rank. Closed by a `StepDone` with the same plan id."""
+
+    epoch: int
+    plan_id: PlanId
+    slices: tuple[Slice, ...]
+    transfers: tuple[Transfer, ...]
+    released_rows: tuple[RowId, ...]  #: rows the core will not name again in their current version
+
+
+# --- worker -> scheduler ---------------------------------------------------------------------------------
+
+
+class WorkerReady(Message):
+    """Sent by each worker after loading and warming up: geometry and measured rates. The core takes the minimum over ranks."""
+
+    rank: int
+    num_blocks: int
+    block_size: int  #: tokens per block of the first KV group
+    block_bytes: int
+    max_model_len: int
+    deterministic: bool  #: the start-up check passed and the mode is on
+    weight_bytes: int
+    prefill_tok_s: float  #: measured in warm-up
+
+
+class RowResult(Record):
+    """The outcome of one sampling slice, or of any slice that failed. Slices not named here were computed and not sampled."""
+
+    row: RowId
+    version: int
+    outcome: RowOutcome
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    error: str  #: from a fixed catalogue when failed, else ""
+
+
+class StepDone(Message):
+    """Acknowledges one plan."""
+
+    epoch: int
+    rank: int
+    plan_id: PlanId
+    results: tuple[RowResult, ...]
+    seconds: dict[str, float]  #: by part: prepare, forward, sample
+
+
+class TransferDone(Message):
+    """Acknowledges one transfer; it is complete when every rank concerned has said so."""
+
+    epoch: int
+    rank: int
+    transfer_id: int
+    ok: bool
+
+
+class RowMissing(Message):
+    """A plan named a (row, version) this worker does not hold. The plan changed nothing; the core installs the row and plans again."""
+
+    epoch: int
+    rank: int
+    plan_id: PlanId
+    row: RowId
+    version: int
+
+
+# --- launcher <-> children (control socketpair; one frame, one message) ----------------------------------
+
+
+class Start(Message):
+    """First control frame to a child. Carries secrets, which therefore never stand on a command line."""
+
+    kind: ProcessKind
+    index: int
+    incarnation: int
+    epoch: int
+    token: bytes
+    config: msgspec.Raw  #: JSON of the child's own config struct (`pagemill.config`)
+    listen_fd: int  #: frontends: the bound listening socket, else NONE
+
+
+class PeerUp(Message):
+    """A peer exists at this address (the scheduler binds it, the others connect). Also an event of the core."""
+
+    kind: ProcessKind
+    index: int
+    incarnation: int
+    address: str
+
+
+class PeerLost(Message):
+    """A peer is gone. Also an event of the core."""
+
+    kind: ProcessKind
+    index: int
+    incarnation: int
+
+
+class Drain(Message):
+    """Finish and exit: no new work; what still runs after `timeout_s` is ended. Also an event of the core."""
+
+    timeout_s: float
+
+
+class Progress(Message):
+    """Child to launcher, which passes it on to frontends for their 503 and shows it."""
+
+    phase: str  #: "fetch", "weights", "prepare", "warmup", ...
+    fraction: float  #: 0 to 1
+    detail: str
+
+
+class Ready(Message):
+    """Child to launcher: this process can do its work. `detail` is one line for the operator."""
+
+    detail: str
+
+
+class Failed(Message):
+    """Child to launcher before a non-zero exit: the one line an operator needs."""
+
+    message: str
+
+
+# --- events that exist only inside the scheduler process -------------------------------------------------
+
+
+class Turn(Message):
+    """The only event on which the core may emit a plan. Sent by the shell after it drained its sockets."""
+
+
+# `Hello` precedes each of these on every channel and is dealt with there (`pagemill.channels`).
+FrontendToScheduler = AddRequest | FinishRequest | AbortRequest | DebugStateQuery
+SchedulerToFrontend = SchedulerReady | StepOutput | StatsSnapshot | DebugStateReply
+SchedulerToWorker = InstallRow | Plan
+WorkerToScheduler = WorkerReady | StepDone | TransferDone | RowMissing
+LauncherToChild = Start | PeerUp | PeerLost | Drain | Progress
+ChildToLauncher = Progress | Ready | Failed
+
+#: What `SchedulerCore.handle` takes and returns.
+Event = (
+    AddRequest
+    | FinishRequest
+    | AbortRequest
+    | StepDone
+    | TransferDone
+    | RowMissing
+    | WorkerReady
+    | PeerUp
+    | PeerLost
+    | Drain
+    | Turn
+)
+Effect = InstallRow | Plan | StepOutput | StatsSnapshot

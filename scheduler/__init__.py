@@ -1,0 +1,1 @@
+"""The scheduler process: a pure core (`core`) and a thin shell (`process`)."""

@@ -1,0 +1,30 @@
+"""Admission: what can ever run, and what does not fit into the queue now.
+
+"Cannot run now" means waiting; "can never run" means a rejection with both numbers, at once. Nothing here
+changes state.
+"""
+
+from __future__ import annotations
+
+from pagemill.keys import KEY_BYTES
+from pagemill.messages import AddRequest, Rejection
+from scheduler.core_config import CoreConfig
+
+_ID_BYTES = 4
+
+
+def reject(request: AddRequest, config: CoreConfig, capacity_tokens: int, num_waiting: int) -> Rejection | None:
+    """Why the request will not run, or None. `capacity_tokens` is what an otherwise empty pool holds of one sequence."""
+    num_tokens, remainder = divmod(len(request.prompt_ids) + len(request.output_ids), _ID_BYTES)
+    num_full_blocks = len(request.prompt_ids) // _ID_BYTES // config.block_size
+    if remainder or not request.prompt_ids or request.limits.max_tokens < 1:
+        return Rejection(request.key, "invalid", 0, 0)
+    if request.root and len(request.prefix_keys) != num_full_blocks * KEY_BYTES:
+        return Rejection(request.key, "invalid", num_full_blocks * KEY_BYTES, len(request.prefix_keys))
+    if num_tokens + 1 > config.max_model_len:
+        return Rejection(request.key, "exceeds_model_length", num_tokens + 1, config.max_model_len)
+    if num_tokens + 1 > capacity_tokens:
+        return Rejection(request.key, "exceeds_kv_cache", num_tokens + 1, capacity_tokens)
+    if num_waiting >= config.max_num_queued:
+        return Rejection(request.key, "queue_full", num_waiting + 1, config.max_num_queued)
+    return None

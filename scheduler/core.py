@@ -1,0 +1,357 @@
+"""The scheduler core: a state machine from events to effects.
+
+`SchedulerCore.handle(event, now)` is the only way in. No sockets, tensors, clock, randomness or logging; no
+iteration over sets. It validates before it mutates, so an event that is refused changes nothing. `Turn` is
+the only event on which a plan may be emitted: the shell drains its sockets through `handle` first and asks
+for work last. The same events at the same times give the same effects, so a recorded log is a test case.
+
+    AddRequest, FinishRequest, AbortRequest   from frontends: sequences come and go
+    StepDone, RowMissing, TransferDone        from workers: what became of a plan
+    PeerLost, Drain                           from the launcher
+    Turn                                      nothing more to read: plan a step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from pagemill.messages import (
+    NO_PLAN,
+    NO_ROW,
+    NONE,
+    AbortRequest,
+    AddRequest,
+    Drain,
+    Effect,
+    Event,
+    FinishReason,
+    FinishRequest,
+    InstallRow,
+    PeerLost,
+    PeerUp,
+    Plan,
+    PlanId,
+    Rejection,
+    RowId,
+    RowMissing,
+    RowResult,
+    SeqId,
+    SequenceKey,
+    SequenceOutput,
+    StepDone,
+    StepOutput,
+    TransferDone,
+    Turn,
+    WorkerReady,
+)
+from scheduler import admission
+from scheduler.core_config import CoreConfig
+from scheduler.counters import Counters, snapshot
+from scheduler.kv_memory import KvMemory
+from scheduler.policies import load_policies
+from scheduler.preemption import Preemption
+from scheduler.queues import Queues
+from scheduler.rows import Rows
+from scheduler.sequence import Sequence, Status
+from scheduler.slices import PlannedSlice, StepBuilder
+
+
+@dataclass(slots=True)
+class PlanInFlight:
+    """A plan not yet acknowledged by all ranks. Rows are noted because a sequence may lose its own meanwhile."""
+
+    plan_id: PlanId
+    slices: list[tuple[PlannedSlice, RowId, int]]  #: with row and version
+    ranks_left: int
+    results: dict[tuple[int, int], RowResult] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class SchedulerCore:
+    """Owns every live sequence, the order of work and the one global block table."""
+
+    def __init__(self, config: CoreConfig | None = None) -> None:
+        self.config = config or CoreConfig()
+        policies = load_policies()
+        if self.config.scheduling_policy not in policies:
+            raise ValueError(f"unknown scheduling policy {self.config.scheduling_policy!r}: there are {', '.join(policies)}")
+        self.policy = policies[self.config.scheduling_policy]()
+        self.memory = KvMemory(self.config.num_blocks, self.config.block_size, self.config.num_groups)
+        self.queues = Queues()
+        self.rows = Rows(self.config.epoch, self.config.num_groups)
+        self.preemption = Preemption(self.queues, self.memory, self.config.max_num_seqs, self._on_preempted)
+        self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.preemption)
+        self.counters = Counters()
+        self.sequences: dict[SequenceKey, Sequence] = {}  #: every live one, by its name
+        self.plans: list[PlanInFlight] = []  #: oldest first
+        self.longest = min(self.config.max_model_len, self.memory.capacity_tokens())  #: tokens of any one sequence
+        self._next_seq_id = 1
+        self._next_plan_id = 1
+        self._draining = False
+        self._outputs: dict[int, list[SequenceOutput]] = {}  #: by frontend, until `handle` returns
+        self._rejections: dict[int, list[Rejection]] = {}
+
+    def handle(self, event: Event, now: float) -> list[Effect]:  # noqa: C901 - one arm for each event
+        """Takes one event at time `now` (seconds, any origin, never backwards) and returns what must be done, in order."""
+        effects: list[Effect] = []
+        match event:
+            case AddRequest():
+                self._add(event, now)
+            case FinishRequest():
+                self._finish_request(event)
+            case AbortRequest():
+                self._abort(event)
+            case StepDone():
+                self._step_done(event)
+            case RowMissing():
+                self._row_missing(event)
+            case PeerLost():
+                self._peer_lost(event)
+            case Drain():
+                self._draining = True
+            case Turn():
+                effects += self._turn(now)
+                effects += self._snapshot_if_due(now)
+            case TransferDone():
+                self.counters.num_dropped += 1  # no transfer is ever planned by this version
+            case WorkerReady() | PeerUp():
+                pass  # the core is built after all workers are ready, and addresses are the shell's business
+            case _:
+                assert_never(event)
+        return effects + self._take_outputs()
+
+    # --- frontends -------------------------------------------------------------------------------------
+
+    def _add(self, request: AddRequest, now: float) -> None:
+        if request.key in self.sequences:
+            return
+        rejection = admission.reject(request, self.config, self.memory.capacity_tokens(), len(self.queues.waiting))
+        if rejection is None and self._draining:
+            rejection = Rejection(request.key, "draining", 0, 0)
+        if rejection is not None:
+            self._rejections.setdefault(request.key.frontend, []).append(rejection)
+            return
+        sequence = Sequence(SeqId(self._next_seq_id), request, now=now, block_size=self.config.block_size, num_groups=self.config.num_groups)
+        self._next_seq_id += 1
+        sequence.order = self.policy.key(sequence)
+        if not self.config.prefix_caching:
+            sequence.root = b""
+        self.sequences[sequence.key] = sequence
+        self.queues.add(sequence)
+        self.counters.changed = True
+
+    def _finish_request(self, request: FinishRequest) -> None:
+        sequence = self.sequences.get(request.key)
+        if sequence is None or not 0 <= request.keep <= sequence.num_output_tokens:
+            self.counters.num_dropped += 1
+            return
+        del sequence.token_ids[sequence.num_prompt_tokens + request.keep :]
+        self._retire(sequence)
+
+    def _abort(self, request: AbortRequest) -> None:
+        sequence = self.sequences.get(request.key)
+        if sequence is None:
+            self.counters.num_dropped += 1
+            return
+        self._retire(sequence)
+
+    def _peer_lost(self, peer: PeerLost) -> None:
+        if peer.kind != "frontend":
+            return
+        for sequence in list(self.sequences.values()):
+            if (sequence.key.frontend, sequence.key.incarnation) == (peer.index, peer.incarnation):
+                self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Ends a sequence: its blocks and row are free at once, or behind the plan that still uses them."""
+        fence = sequence.planned_in
+        self.queues.move(sequence, Status.FINISHED)
+        del self.sequences[sequence.key]
+        self.memory.release(sequence, fence)
+        self.rows.release(sequence, fence)
+        self.counters.changed = True
+
+    # --- planning --------------------------------------------------------------------------------------
+
+    def _turn(self, now: float) -> list[Effect]:
+        if len(self.plans) >= self.config.max_plans_in_flight:
+            return []
+        planned = self.steps.build()
+        if not planned:
+            return []
+        plan_id = PlanId(self._next_plan_id)
+        self._next_plan_id += 1
+        installs: list[InstallRow] = []
+        slices = []
+        in_flight: list[tuple[PlannedSlice, RowId, int]] = []
+        for piece in planned:
+            sequence = piece.sequence
+            if sequence.row == NO_ROW:
+                installs.append(self.rows.install(sequence))
+            slices.append(self.rows.slice_of(piece))
+            in_flight.append((piece, sequence.row, sequence.row_version))
+            sequence.num_planned_tokens += piece.num_tokens
+            sequence.planned_in = plan_id
+            if sequence.queue_s < 0:
+                sequence.queue_s = now - sequence.added_at
+        self.plans.append(PlanInFlight(plan_id, in_flight, self.config.num_workers))
+        self.counters.count_plan(planned)
+        return [*installs, Plan(self.config.epoch, plan_id, tuple(slices), (), self.rows.take_released(installs))]
+
+    def _on_preempted(self, sequence: Sequence) -> None:
+        self.steps.forget(sequence)
+        self.rows.release(sequence, sequence.planned_in)
+
+    # --- workers ---------------------------------------------------------------------------------------
+
+    def _step_done(self, done: StepDone) -> None:
+        plan = self._plan_in_flight(done.epoch, done.plan_id)
+        if plan is None:
+            return
+        plan.ranks_left -= 1
+        if done.rank == 0:
+            plan.results = {(result.row, result.version): result for result in done.results}
+            plan.seconds = done.seconds
+        if plan.ranks_left:
+            return
+        self._acknowledge(plan)
+        self.counters.count_step(plan.seconds)
+        for piece, row, version in plan.slices:
+            if piece.sequence.status is not Status.FINISHED:
+                self._apply(piece, plan.results.get((row, version)), holds_row=(piece.sequence.row, piece.sequence.row_version) == (row, version))
+
+    def _apply(self, piece: PlannedSlice, result: RowResult | None, *, holds_row: bool) -> None:
+        """One slice's outcome. A sequence preempted meanwhile keeps its new tokens and loses only the computed positions."""
+        sequence = piece.sequence
+        if result is not None and result.outcome == "failed":
+            self._emit(sequence, sequence.num_output_tokens, (), "error", error=result.error)
+            self._retire(sequence)
+            return
+        deferred = result is not None and result.outcome == "deferred"
+        if holds_row:
+            # Deferred: no token was drawn, so the last position is computed again for its logits.
+            self._advance(sequence, piece.start + piece.num_tokens - (1 if deferred else 0))
+            if deferred:
+                self._give_back_unused(sequence)
+        if piece.sample and result is not None and not deferred:
+            self._append(sequence, result)
+
+    def _give_back_unused(self, sequence: Sequence) -> None:
+        """Blocks beyond what is computed or planned go back; the row has heard of them, so it is installed anew."""
+        self.memory.shrink(sequence, sequence.num_computed_tokens + sequence.num_planned_tokens)
+        self.rows.release(sequence, NO_PLAN)
+
+    def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        before = sequence.num_computed_tokens
+        sequence.num_computed_tokens = num_computed_tokens
+        if before < sequence.num_highest_computed:
+            self.counters.tokens_recomputed += max(0, min(sequence.num_highest_computed, num_computed_tokens) - before)
+        if num_computed_tokens > sequence.num_highest_computed:
+            sequence.num_highest_computed = num_computed_tokens
+        self.memory.confirm(sequence, before)
+
+    def _append(self, sequence: Sequence, result: RowResult) -> None:
+        """Takes over the tokens drawn, up to the first that ends the sequence."""
+        first_index = sequence.num_output_tokens
+        reason: FinishReason | None = None
+        taken = 0
+        for token in result.token_ids:
+            sequence.token_ids.append(token)
+            taken += 1
+            reason = self._finish_reason(sequence, token)
+            if reason is not None:
+                break
+        self.counters.tokens_generated += taken
+        stop_id = result.token_ids[taken - 1] if reason == "stop" else NONE
+        self._emit(sequence, first_index, result.token_ids[:taken], reason, result=result, stop_id=stop_id)
+        if reason is not None:
+            self._retire(sequence)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        if token in sequence.stop_ids and sequence.num_output_tokens >= sequence.sampling.min_tokens:
+            return "stop"
+        if sequence.num_output_tokens >= sequence.limits.max_tokens or sequence.num_tokens >= self.longest:
+            return "length"
+        return None
+
+    def _row_missing(self, missing: RowMissing) -> None:
+        """The workers changed nothing: everything of that plan is planned again, the missing row after a new installation."""
+        plan = self._plan_in_flight(missing.epoch, missing.plan_id)
+        if plan is None:
+            return
+        self._acknowledge(plan)
+        for piece, row, version in plan.slices:
+            # What the slice told the row is lost with it, so every row of the plan is installed anew.
+            if piece.sequence.status is Status.RUNNING and (piece.sequence.row, piece.sequence.row_version) == (row, version):
+                self._give_back_unused(piece.sequence)
+        self.counters.num_rows_missing += 1
+
+    def _plan_in_flight(self, epoch: int, plan_id: PlanId) -> PlanInFlight | None:
+        """The plan an answer is about; an answer of an older epoch or to an unknown plan is dropped and counted."""
+        if epoch == self.config.epoch:
+            for plan in self.plans:
+                if plan.plan_id == plan_id:
+                    return plan
+        self.counters.num_dropped += 1
+        return None
+
+    def _acknowledge(self, plan: PlanInFlight) -> None:
+        self.plans.remove(plan)
+        for piece, row, version in plan.slices:
+            sequence = piece.sequence
+            if sequence.planned_in == plan.plan_id:
+                sequence.planned_in = NO_PLAN
+            if (sequence.row, sequence.row_version) == (row, version):
+                sequence.num_planned_tokens -= piece.num_tokens
+        self.memory.pool.acknowledge(plan.plan_id)
+        self.rows.acknowledge(plan.plan_id)
+        self.counters.changed = True
+
+    def _snapshot_if_due(self, now: float) -> list[Effect]:
+        counters = self.counters
+        if not counters.is_snapshot_due(self.config, now):
+            return []
+        counters.changed = False
+        counters.last_snapshot = now
+        return [snapshot(self.config, self.queues, self.memory, counters, self.preemption.num_recomputed)]
+
+    # --- output ----------------------------------------------------------------------------------------
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        *,
+        result: RowResult | None = None,
+        stop_id: int = NONE,
+        error: str = "",
+    ) -> None:
+        output = SequenceOutput(
+            key=sequence.key,
+            first_index=first_index,
+            token_ids=token_ids,
+            logprobs=result.logprobs[: len(token_ids)] if result is not None else (),
+            finish_reason=reason,
+            stop_token_id=stop_id,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_preemptions=sequence.num_preemptions,
+            queue_s=max(0.0, sequence.queue_s),
+            error=error,
+        )
+        self._outputs.setdefault(sequence.key.frontend, []).append(output)
+
+    def _take_outputs(self) -> list[Effect]:
+        """One message per frontend, in order of their numbers."""
+        if not self._outputs and not self._rejections:
+            return []
+        frontends = sorted({*self._outputs, *self._rejections})
+        effects: list[Effect] = [
+            StepOutput(frontend, self.config.epoch, tuple(self._outputs.get(frontend, ())), tuple(self._rejections.get(frontend, ())))
+            for frontend in frontends
+        ]
+        self._outputs.clear()
+        self._rejections.clear()
+        return effects

@@ -1,0 +1,29 @@
+"""The numbers a `SchedulerCore` is built from. Everything has a default, so a test builds a core in one line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class CoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of one scheduler incarnation. Written at the head of an event log, so that a replay starts equal."""
+
+    num_blocks: Positive = 1024
+    block_size: Positive = 16
+    num_groups: Positive = 1  #: KV groups; every block of every group has `block_size` tokens
+    max_model_len: Positive = 8192
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 512
+    max_num_queued: Positive = 4096  #: waiting sequences; more are rejected
+    max_plans_in_flight: Annotated[int, Meta(ge=1, le=1)] = 1  #: 2 needs plans that take the token of the plan before
+    num_workers: Positive = 1
+    scheduling_policy: str = "fcfs"
+    prefix_caching: bool = True
+    epoch: Positive = 1
+    snapshot_interval_s: float = 0.1  #: at most one `StatsSnapshot` in this time while things change
+    idle_snapshot_interval_s: float = 1.0

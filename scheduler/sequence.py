@@ -1,0 +1,152 @@
+"""A sequence: one stream of tokens with KV, the scheduler's unit of work, and its life.
+
+A sequence has no prefill or decode phase: it has `num_tokens` known tokens, of which the KV of the first
+`num_computed_tokens` exists, and each plan moves the second toward the first. Where its KV is belongs to
+its blocks. This file holds data and the table of legal moves; what to do with it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+
+from kvstore.block_table import BlockTable
+from pagemill.keys import KEY_BYTES, block_key
+from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, PlanId, SeqId, SequenceKey, unpack_ids
+
+
+class Status(Enum):
+    WAITING = "waiting"  #: never scheduled, holds nothing
+    RUNNING = "running"  #: holds blocks for what is computed, may be in a plan
+    PREEMPTED = "preempted"  #: was running; its KV gave way, its tokens stay
+    FINISHED = "finished"  #: holds nothing
+
+
+#: Every legal move. Anything else is a fault of the core.
+TRANSITIONS: frozenset[tuple[Status, Status]] = frozenset(
+    {
+        (Status.WAITING, Status.RUNNING),
+        (Status.WAITING, Status.FINISHED),
+        (Status.RUNNING, Status.PREEMPTED),
+        (Status.RUNNING, Status.FINISHED),
+        (Status.PREEMPTED, Status.RUNNING),
+        (Status.PREEMPTED, Status.FINISHED),
+    }
+)
+
+#: Urgency (lower first), arrival, sequence id: the total order of all sequences.
+Order = tuple[int, float, int]
+
+
+class Sequence:
+    """One sequence. Invariants: num_computed <= num_tokens; only a RUNNING one holds blocks or a row."""
+
+    __slots__ = (
+        "added_at",
+        "block_size",
+        "key",
+        "keys",
+        "limits",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_highest_computed",
+        "num_planned_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_sent_blocks",
+        "num_sent_tokens",
+        "order",
+        "planned_in",
+        "priority",
+        "queue_s",
+        "request_id",
+        "root",
+        "row",
+        "row_version",
+        "sampling",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_ids",
+        "tables",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: SeqId, request: AddRequest, *, now: float, block_size: int, num_groups: int) -> None:
+        self.seq_id = seq_id
+        self.key: SequenceKey = request.key
+        self.request_id = request.request_id
+        self.priority = request.priority
+        self.sampling = request.sampling
+        self.stop_ids = frozenset(request.sampling.stop_token_ids)
+        self.limits = request.limits
+        self.seed = request.seed
+        self.added_at = now
+        self.order: Order = (0, request.arrival, seq_id)  #: the policy replaces the urgency
+        self.status = Status.WAITING
+
+        self.token_ids = unpack_ids(request.prompt_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids.extend(unpack_ids(request.output_ids))
+        self.num_computed_tokens = 0  #: positions whose KV is in the blocks of `tables`
+        self.num_planned_tokens = 0  #: positions being computed by plans in flight, beyond the computed
+        self.planned_in: PlanId = NO_PLAN  #: the last plan that names this sequence, NO_PLAN if it is acknowledged
+        self.num_highest_computed = 0  #: what was ever computed: below it a position is computed again
+        self.num_cached_tokens = 0  #: prompt tokens that came from the prefix cache
+        self.num_preemptions = 0
+        self.queue_s = -1.0  #: arrival here to the first slice, seconds; negative until then
+
+        self.tables = [BlockTable() for _ in range(num_groups)]
+        self.block_size = block_size
+        self.root = request.root  #: empty: stays out of the prefix cache
+        #: Keys of the first full blocks, extended on demand.
+        self.keys = [request.prefix_keys[i : i + KEY_BYTES] for i in range(0, len(request.prefix_keys), KEY_BYTES)]
+
+        self.row = NO_ROW
+        self.row_version = 0
+        self.num_sent_tokens = 0  #: tokens the workers' row knows
+        self.num_sent_blocks = 0  #: blocks per table the workers' row knows
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """What is left to plan: one for a decoding sequence."""
+        return len(self.token_ids) - self.num_computed_tokens - self.num_planned_tokens
+
+    @property
+    def num_table_blocks(self) -> int:
+        """Blocks held, over all groups."""
+        return sum(len(table) for table in self.tables)
+
+    @property
+    def is_cacheable(self) -> bool:
+        return bool(self.root)
+
+    def block_key(self, block_index: int) -> bytes:
+        """The prefix key of a full block of known tokens. Only for cacheable sequences."""
+        while len(self.keys) <= block_index:
+            start = len(self.keys) * self.block_size
+            tokens: array[int] = self.token_ids[start : start + self.block_size]
+            if len(tokens) < self.block_size:
+                raise ValueError(f"block {block_index} of sequence {self.seq_id} is not full")
+            self.keys.append(block_key(self.keys[-1] if self.keys else self.root, tokens))
+        return self.keys[block_index]
+
+    def move_to(self, status: Status) -> None:
+        """The only way to change status. Raises on a move that is not in `TRANSITIONS`."""
+        if (self.status, status) not in TRANSITIONS:
+            raise ValueError(f"sequence {self.seq_id} ({self.request_id}) cannot go from {self.status.value} to {status.value}")
+        self.status = status
+
+    def __repr__(self) -> str:
+        return (
+            f"<sequence {self.seq_id} {self.status.value} tokens={self.num_tokens} computed={self.num_computed_tokens}"
+            f"+{self.num_planned_tokens} blocks={self.num_table_blocks} row={self.row}>"
+        )

@@ -1,0 +1,144 @@
+"""The block pool: every block in exactly one place, and reuse in the right order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.block_pool import BlockPool, OutOfBlocks
+from pagemill.messages import NO_PLAN, BlockId, PlanId
+
+
+def places(pool: BlockPool) -> dict[str, int]:
+    found = pool.places()
+    return {name: found.count(name) for name in ("free", "cached", "fenced", "referenced")}
+
+
+def test_a_new_pool_is_all_free() -> None:
+    pool = BlockPool(3)
+    assert places(pool) == {"free": 3, "cached": 0, "fenced": 0, "referenced": 0}
+    assert (pool.num_free, pool.num_cached, pool.num_used, pool.num_obtainable) == (3, 0, 0, 3)
+
+
+def test_a_pool_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        BlockPool(0)
+
+
+def test_an_unkeyed_block_is_free_again_after_its_last_reference() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    pool.index.insert(b"k", block)
+    pool.reference(block)
+    pool.release(block)
+    assert pool.count(block) == 1
+    pool.index.remove(block)
+    pool.release(block)
+    assert places(pool)["free"] == 2
+
+
+def test_a_keyed_block_stays_cached_and_can_be_referenced_again() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    pool.index.insert(b"k", block)
+    pool.release(block)
+    assert (pool.num_cached, pool.num_used) == (1, 0)
+    found = pool.index.find(b"k")
+    assert found == block
+    pool.reference(block)
+    assert (pool.num_cached, pool.num_used) == (0, 1)
+
+
+def test_free_blocks_are_taken_before_cached_ones_and_the_oldest_cached_one_first() -> None:
+    pool = BlockPool(3)
+    blocks = [pool.allocate() for _ in range(2)]
+    for name, block in zip((b"old", b"new"), blocks, strict=True):
+        pool.index.insert(name, block)
+        pool.release(block)
+    assert pool.allocate() not in blocks
+    assert pool.allocate() == blocks[0]
+    assert pool.index.find(b"old") is None, "a recycled block must lose its key"
+    assert pool.index.find(b"new") == blocks[1]
+
+
+def test_a_referenced_block_is_never_handed_out() -> None:
+    pool = BlockPool(1)
+    pool.allocate()
+    with pytest.raises(OutOfBlocks):
+        pool.allocate()
+
+
+def test_a_fenced_block_is_used_until_its_plan_is_acknowledged() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(), pool.allocate()
+    pool.release(first, PlanId(7))
+    pool.release(second, PlanId(8))
+    assert (pool.num_used, pool.num_obtainable) == (2, 0)
+    pool.acknowledge(PlanId(7))
+    assert (pool.num_free, pool.num_fenced) == (1, 1)
+    pool.acknowledge(PlanId(8))
+    assert pool.num_free == 2
+
+
+def test_a_fenced_block_with_a_key_can_be_hit_and_then_outlives_its_fence() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.index.insert(b"k", block)
+    pool.release(block, PlanId(3))
+    pool.reference(block)
+    pool.acknowledge(PlanId(3))
+    assert places(pool)["referenced"] == 1
+
+
+def test_releasing_twice_is_a_fault() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.release(block)
+    with pytest.raises(ValueError, match="twice"):
+        pool.release(block)
+
+
+def test_a_free_block_cannot_be_referenced() -> None:
+    with pytest.raises(ValueError, match="free"):
+        BlockPool(1).reference(BlockId(0))
+
+
+def test_dropping_the_cache_frees_exactly_the_unreferenced_blocks() -> None:
+    pool = BlockPool(3)
+    kept, dropped = pool.allocate(), pool.allocate()
+    pool.index.insert(b"kept", kept)
+    pool.index.insert(b"dropped", dropped)
+    pool.release(dropped)
+    assert pool.drop_cached() == 1
+    assert pool.index.find(b"dropped") is None
+    assert pool.index.find(b"kept") == kept
+    assert pool.num_free == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_sequence_of_operations_keeps_every_block_in_one_place(seed: int) -> None:
+    dice = random.Random(seed)
+    pool = BlockPool(dice.randint(1, 12))
+    held: list[BlockId] = []
+    fence = 0
+    for number in range(2000):
+        match dice.randrange(5):
+            case 0 if pool.num_obtainable:
+                held.append(pool.allocate())
+            case 1 if held:
+                pool.release(held.pop(dice.randrange(len(held))), dice.choice((NO_PLAN, PlanId(fence + 1))))
+            case 2 if held:
+                block = dice.choice(held)
+                if block not in pool.index:
+                    pool.index.insert(number.to_bytes(4, "little"), block)
+            case 3 if pool.index.entries():
+                block = dice.choice(list(pool.index.entries().values()))
+                pool.reference(block)
+                held.append(block)
+            case 4:
+                fence += 1
+                pool.acknowledge(PlanId(fence))
+        found = pool.places()
+        assert [name == "referenced" for name in found] == [held.count(BlockId(block)) > 0 for block in range(pool.num_blocks)]
+        assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks

@@ -1,0 +1,33 @@
+"""The prefix index: one key, one block."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.prefix_index import PrefixIndex
+from pagemill.messages import BlockId
+
+
+def test_the_first_block_of_a_key_wins() -> None:
+    index = PrefixIndex()
+    assert index.insert(b"k", BlockId(1))
+    assert not index.insert(b"k", BlockId(2))
+    assert index.find(b"k") == 1
+    assert BlockId(2) not in index
+
+
+def test_a_block_stands_for_one_prefix_only() -> None:
+    index = PrefixIndex()
+    index.insert(b"k", BlockId(1))
+    with pytest.raises(ValueError, match="another prefix"):
+        index.insert(b"l", BlockId(1))
+
+
+def test_removing_forgets_both_directions_and_is_idempotent() -> None:
+    index = PrefixIndex()
+    index.insert(b"k", BlockId(1))
+    index.remove(BlockId(1))
+    index.remove(BlockId(1))
+    assert index.find(b"k") is None
+    assert index.key_of(BlockId(1)) is None
+    assert len(index) == 0
