@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from pagemill.messages import Drain, PeerLost, SamplingParams, SequenceKey, StepDone, TransferDone
+from pagemill.messages import Drain, PeerLost, PlanId, SamplingParams, SequenceKey, StepDone, TransferDone
 from scheduler.core_config import CoreConfig
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
@@ -109,7 +109,7 @@ class Walk:
             case 1:
                 driver.finish(unknown, 0)
             case 2:
-                driver.handle(StepDone(driver.core.config.epoch - 1, 0, driver.plans[-1].plan_id if driver.plans else 1, (), {}))
+                driver.handle(StepDone(driver.core.config.epoch - 1, 0, driver.plans[-1].plan_id if driver.plans else PlanId(1), (), {}))
             case 3:
                 driver.handle(TransferDone(driver.core.config.epoch, 0, 7, True))
             case 4:
