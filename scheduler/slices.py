@@ -47,13 +47,15 @@ class StepBuilder:
         self._slices = {}
         self._tokens_left = self._config.max_num_batched_tokens
         running = list(self._queues.running)
-        decodes = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
-        prefills = [sequence for sequence in running if sequence.num_uncomputed_tokens > 1]
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in running:
+            (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
         head = self._queues.head()
         reserved = 0 if head is None or (decodes and decodes[0] is head) else 1
         for sequence in decodes:
-            if self._tokens_left > reserved:
-                self._plan(sequence)
+            if sequence.status is Status.RUNNING and self._tokens_left > reserved:
+                self._plan_decode(sequence)
         for sequence in prefills:
             self._plan(sequence)
         self._start_candidates(num_running=len(running))
