@@ -24,20 +24,10 @@ In = TypeVar("In")
 
 #: Longest frame a peer may send: a request of many million tokens still fits, a runaway length does not.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-#: sun_path holds 108 bytes including the terminating zero.
-MAX_ADDRESS_BYTES = 107
 
 
 class ChannelError(Exception):
     """The peer is stuck, is not who it should be, or speaks another protocol version."""
-
-
-def ipc_address(directory: str, kind: ProcessKind, index: int, incarnation: int) -> str:
-    """The address on which the scheduler meets this peer. Raises ValueError if the path is too long for a socket."""
-    path = f"{directory}/{kind[0]}{index}.{incarnation}"
-    if len(path.encode()) > MAX_ADDRESS_BYTES:
-        raise ValueError(f"socket path of {len(path.encode())} bytes exceeds {MAX_ADDRESS_BYTES}: set TMPDIR to a shorter path")
-    return f"ipc://{path}"
 
 
 class Channel(Generic[Out, In]):

@@ -229,7 +229,7 @@ class StatsSnapshot(Message):
     tokens_computed: int  #: positions computed, recomputed ones included
     tokens_recomputed: int
     tokens_generated: int
-    steps_with_tokens: dict[int, int]  #: histogram: upper bucket bound -> plans with at most that many tokens
+    steps_with_tokens: dict[int, int]  #: plans by tokens: upper bucket bound -> how many, buckets separate and sparse
     step_seconds: dict[str, float]  #: cumulative, by part: schedule, worker parts, wait
     dropped_messages: int  #: older epochs and unknown names
 
@@ -417,8 +417,11 @@ class Start(Message):
     incarnation: int
     epoch: int
     token: bytes
-    config: msgspec.Raw  #: JSON of the child's own config struct (`pagemill.config`)
+    config: msgspec.Raw  #: msgpack of the child's own config struct (`pagemill.config`)
     listen_fd: int  #: frontends: the bound listening socket, else NONE
+
+    def __repr__(self) -> str:
+        return f"Start({self.kind} {self.index}, incarnation {self.incarnation}, epoch {self.epoch})"
 
 
 class PeerUp(Message):

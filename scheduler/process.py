@@ -64,6 +64,7 @@ class SchedulerProcess:
         child.control.socket.setblocking(False)
         self._workers: dict[int, WorkerChannel] = {}
         self._frontends: dict[int, FrontendChannel] = {}
+        self._incarnations: dict[int, int] = {}  #: of the frontends
         self._told: set[int] = set()  #: frontends that have been sent SchedulerReady
         self._ready: dict[int, WorkerReady] = {}
         self._core: SchedulerCore | None = None
@@ -130,8 +131,7 @@ class SchedulerProcess:
                     self._from_frontend(channel, message)
                 self._tell_ready(index, channel)
             except ChannelError as error:
-                log.error("frontend_dropped", index=index, reason=str(error))
-                self._close_frontend(index)
+                self._drop_frontend(index, str(error))
 
     def _from_frontend(self, channel: FrontendChannel, message: FrontendToScheduler) -> None:
         if self._core is None:
@@ -163,18 +163,32 @@ class SchedulerProcess:
                 for worker in self._workers.values():
                     worker.send_frame(frame)
             case StepOutput():
-                frontend = self._frontends.get(effect.frontend)
-                if frontend is not None:
-                    frontend.send(effect)
+                self._send_frontend(effect.frontend, self._encoder.encode(effect))
             case StatsSnapshot():
                 seconds = {**effect.step_seconds, "schedule": self._schedule_s}
                 frame = self._encoder.encode(msgspec.structs.replace(effect, step_seconds=seconds))
-                for index in self._told:
-                    self._frontends[index].send_frame(frame)
+                for index in sorted(self._told):
+                    self._send_frontend(index, frame)
                 if self._log is not None:
                     self._log.flush()
             case _:
                 assert_never(effect)
+
+    def _send_frontend(self, index: int, frame: bytes) -> None:
+        """A frontend that cannot be reached is gone or stuck, whatever the launcher has noticed yet: it is dropped."""
+        channel = self._frontends.get(index)
+        if channel is None:
+            return
+        try:
+            channel.send_frame(frame)
+        except ChannelError as error:
+            self._drop_frontend(index, str(error))
+
+    def _drop_frontend(self, index: int, reason: str) -> None:
+        log.warning("frontend_dropped", index=index, reason=reason)
+        incarnation = self._incarnations[index]
+        self._close_frontend(index)
+        self._handle(PeerLost("frontend", index, incarnation))
 
     def _tell_ready(self, index: int, channel: FrontendChannel) -> None:
         if self._core is None or not channel.greeted or index in self._told:
@@ -204,6 +218,7 @@ class SchedulerProcess:
         elif peer.kind == "frontend":
             frontend: FrontendChannel = Channel(self._context, peer.address, bind=True, hello=hello, peer="frontend", incoming=FrontendToScheduler)
             self._frontends[peer.index] = frontend
+            self._incarnations[peer.index] = peer.incarnation
             self._poller.register(frontend.socket, zmq.POLLIN)
 
     def _disconnect(self, peer: PeerLost) -> None:
