@@ -1,0 +1,128 @@
+"""The entry of every child process: who am I, what is my configuration, and what if the launcher dies.
+
+`child = enter("worker", WorkerConfig)` stands first in each `__main__`; heavy imports come after it, so
+that a child is titled, logged and watched before it does anything that takes long. Afterwards the process
+holds its decoded config, its end of the control socketpair, and two independent ropes to the launcher: the
+kernel kills it when the launcher's thread ends, and a thread ends it when the control socket does.
+This module must not know what a frontend, scheduler or worker does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from argparse import ArgumentParser
+from types import TracebackType
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
+import setproctitle
+
+from pagemill import PROTOCOL_VERSION
+from pagemill.control import ControlSocket
+from pagemill.messages import ChildToLauncher, Failed, Hello, LauncherToChild, ProcessKind, Start
+from pagemill.telemetry import configure, get_logger
+
+#: After end of file on the control socket the main thread has this long to end by itself.
+ORPHAN_GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessConfig(Protocol):
+    """What every process's config has."""
+
+    @property
+    def log_format(self) -> str: ...
+    @property
+    def log_level(self) -> str: ...
+
+
+Config = TypeVar("Config", bound=ProcessConfig)
+
+
+class Child(Generic[Config]):
+    """What a child process was given. `control` is blocking until its owner says otherwise."""
+
+    def __init__(self, start: Start, config: Config, control: ControlSocket[ChildToLauncher, LauncherToChild]) -> None:
+        self.start = start
+        self.config = config
+        self.control = control
+
+    def hello(self) -> Hello:
+        """This process's handshake on every channel."""
+        return Hello(
+            token=self.start.token,
+            protocol_version=PROTOCOL_VERSION,
+            kind=self.start.kind,
+            index=self.start.index,
+            incarnation=self.start.incarnation,
+        )
+
+    def fail(self, message: str) -> NoReturn:
+        """Ends the process for a reason the operator can act on: one line, no traceback."""
+        self.control.send(Failed(message=" ".join(message.split())))
+        raise SystemExit(1)
+
+
+def enter(kind: ProcessKind, config_type: type[Config], argv: list[str] | None = None) -> Child[Config]:
+    """Becomes a child of kind `kind`. Exits at once if the launcher is already gone."""
+    faulthandler.enable()
+    _die_with_parent()
+    control: ControlSocket[ChildToLauncher, LauncherToChild] = ControlSocket(_inherited_socket(kind, argv), LauncherToChild)
+    start = control.receive()
+    if start is None:
+        raise SystemExit(1)
+    if not isinstance(start, Start) or start.kind != kind:
+        raise SystemExit(f"pagemill: {kind} was started as something else; use `pagemill serve`")
+    setproctitle.setproctitle(f"pagemill: {kind} {start.index}")
+    config = msgspec.msgpack.decode(start.config, type=config_type)
+    configure(f"{kind}-{start.index}", config.log_format, config.log_level)
+    child = Child(start, config, control)
+    _report_uncaught(child)
+    threading.Thread(target=_end_with_launcher, args=(control.fileno(),), name="launcher watch", daemon=True).start()
+    return child
+
+
+def _inherited_socket(kind: ProcessKind, argv: list[str] | None) -> socket.socket:
+    parser = ArgumentParser(prog=kind, description=f"Pagemill's {kind} process. Started by `pagemill serve`, not by hand.")
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited end of the control socketpair")
+    fd: int = parser.parse_args(argv).control_fd
+    try:
+        end = socket.socket(fileno=fd)
+    except OSError:
+        raise SystemExit(f"pagemill: {kind} is started by `pagemill serve`, not by hand") from None
+    end.set_inheritable(False)
+    return end
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel for SIGKILL when the parent thread ends. Where that fails, the watch thread remains."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _end_with_launcher(fd: int) -> None:
+    """Waits for the launcher's end to close, then ends this process, whatever its main thread is doing."""
+    hangup = select.poll()
+    hangup.register(fd, 0)  # hang-up is always reported; without POLLIN no frame is taken from the main thread
+    hangup.poll()
+    time.sleep(ORPHAN_GRACE_S)
+    # The main thread may sit in a kernel for minutes and cannot be interrupted from here: no clean way is left.
+    os._exit(1)
+
+
+def _report_uncaught(child: Child[Config]) -> None:
+    """An exception nobody handled is logged with its traceback, and told to the launcher in one line."""
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        get_logger("pagemill.child").error("crashed", exc_info=(kind, error, traceback))
+        line = " ".join(f"{kind.__name__}: {error}".split())
+        child.control.send(Failed(message=line[:1000]))
+
+    sys.excepthook = report

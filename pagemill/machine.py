@@ -1,0 +1,98 @@
+"""Facts about the host, without torch: memory, cores, what the CPU multiplies, whether there is a GPU.
+
+Everything is read, nothing is decided, and containers count: a limit of a control group is the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use."""
+
+    total_bytes: int
+    available_bytes: int
+    num_cpus: int  #: logical processors this process may run on
+    num_cores: int  #: the physical cores behind them, as far as known
+    has_bfloat16: bool  #: the CPU multiplies bfloat16 in hardware
+    has_cuda: bool
+
+
+def read_machine() -> Machine:
+    """The facts as of now."""
+    memory = psutil.virtual_memory()
+    limit, used = _cgroup_memory()
+    num_cpus = _num_cpus()
+    return Machine(
+        total_bytes=min(memory.total, limit or memory.total),
+        available_bytes=min(memory.available, max(limit - used, 0) if limit else memory.available),
+        num_cpus=num_cpus,
+        num_cores=min(num_cpus, psutil.cpu_count(logical=False) or num_cpus),
+        has_bfloat16=bool(_cpu_flags() & {"amx_bf16", "avx512_bf16"}),
+        has_cuda=_has_cuda(),
+    )
+
+
+def _num_cpus() -> int:
+    """Processors in this process's affinity mask, cut to the quota of its control group."""
+    usable = len(os.sched_getaffinity(0))
+    quota = _read_words(_cgroup_folder() / "cpu.max")
+    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
+        usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
+    return usable
+
+
+def _cgroup_memory() -> tuple[int, int]:
+    """(limit, bytes in use that cannot be reclaimed); (0, 0) without a limit."""
+    folder = _cgroup_folder()
+    limit = _read_words(folder / "memory.max")
+    current = _read_words(folder / "memory.current")
+    if not (limit and limit[0].isdigit() and current):
+        return 0, 0
+    statistics = _read_words(folder / "memory.stat")
+    counts = dict(zip(statistics[::2], statistics[1::2], strict=False))
+    return int(limit[0]), max(0, int(current[0]) - int(counts.get("inactive_file", 0)))
+
+
+def _cgroup_folder() -> Path:
+    """This process's folder in the unified hierarchy; one that does not exist where there is none."""
+    for line in _read_words(Path("/proc/self/cgroup")):
+        if line.startswith("0::"):
+            return Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+    return Path("/sys/fs/cgroup")
+
+
+def _cpu_flags() -> set[str]:
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _has_cuda() -> bool:
+    """A GPU is visible and the installed torch can use it."""
+    try:
+        cpu_build = metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not cpu_build and not hidden and any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def _read_words(path: Path) -> list[str]:
+    return _read_text(path).split()
+
+
+def _read_text(path: Path) -> str:
+    """Empty where the file does not exist or may not be read: then the fact is unknown."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,192 @@
+"""What the launcher shows: tables, a progress bar and a banner to a person, structured lines to a machine.
+
+Both kinds of reporter hear the same events. Must not decide anything, and never sees a secret.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pagemill import messages
+from pagemill.memory_plan import MemoryPlan
+from pagemill.resolve import Model, Settings
+from pagemill.telemetry import get_logger, resolve_format
+
+log = get_logger("pagemill.launcher")
+
+
+class Reporter(Protocol):
+    """Hears what the launcher does; the events from `on_progress` on are those of `launcher.Observer`."""
+
+    def on_listening(self, url: str) -> None: ...
+    def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None: ...
+    def on_progress(self, process: str, progress: messages.Progress) -> None: ...
+    def on_process_ready(self, process: str, detail: str) -> None: ...
+    def on_ready(self) -> None: ...
+    def on_stopping(self, reason: str) -> None: ...
+    def on_killed(self, process: str) -> None: ...
+
+
+def make_reporter(log_format: str, *, has_key: bool) -> Reporter:
+    """The kind of reporter that fits what reads stderr."""
+    return ConsoleReporter(has_key) if resolve_format(log_format) == "console" else LogReporter()
+
+
+class LogReporter:
+    """For machines: one structured line each, progress at most every tenth of a phase."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._url = ""
+        self._last_progress: dict[str, tuple[str, int]] = {}  #: process -> phase, tenth
+
+    def on_listening(self, url: str) -> None:
+        self._url = url
+        log.info("listening", url=url)
+
+    def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None:
+        log.info("model_resolved", model=model.name, architecture=model.info.architecture, device=settings.device, dtype=settings.dtype)
+        log.info("threads_set", worker=threads, others=1)
+        plan = settings.plan
+        if plan is None:
+            return
+        log.info(
+            "memory_planned",
+            weight_bytes=plan.weight_bytes,
+            activation_bytes=plan.activation_bytes,
+            kv_bytes=plan.kv_bytes,
+            overhead_bytes=plan.overhead_bytes,
+            available_bytes=plan.available_bytes,
+            num_blocks=plan.num_blocks,
+            max_model_len=plan.max_model_len,
+        )
+        for note in plan.notes:
+            log.warning("plan_reduced", detail=note)
+
+    def on_progress(self, process: str, progress: messages.Progress) -> None:
+        step = (progress.phase, int(progress.fraction * 10))
+        if self._last_progress.get(process) != step:
+            self._last_progress[process] = step
+            log.info("loading", child=process, phase=progress.phase, fraction=round(progress.fraction, 3), detail=progress.detail)
+
+    def on_process_ready(self, process: str, detail: str) -> None:
+        log.info("process_ready", child=process, detail=detail)
+
+    def on_ready(self) -> None:
+        log.info("ready", url=self._url, seconds=round(time.monotonic() - self._started, 2))
+
+    def on_stopping(self, reason: str) -> None:
+        log.info("stopping", reason=reason)
+
+    def on_killed(self, process: str) -> None:
+        log.info("process_killed", child=process, reason="did not end when asked")
+
+
+class ConsoleReporter:
+    """For people. The bar goes to the same stream as the log, and is gone when loading is done."""
+
+    def __init__(self, has_key: bool) -> None:
+        self._started = time.monotonic()
+        self._console = Console(stderr=True, highlight=False)
+        self._has_key = has_key
+        self._url = ""
+        self._model = ""
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}  #: process -> its line in the bar
+
+    def on_listening(self, url: str) -> None:
+        self._url = url
+
+    def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None:
+        self._end_bar()  # of a download
+        self._model = settings.frontend.model_names[0]
+        self._console.print(f"[bold]{self._model}[/]  {model.info.architecture}, {settings.dtype} on {settings.device}")
+        worker_threads = threads["OMP_NUM_THREADS"]
+        self._console.print(f"threads: {worker_threads} for the worker, 1 for each other process, waiting without spinning")
+        if settings.plan is not None:
+            self._console.print(memory_table(settings.plan))
+            for note in settings.plan.notes:
+                self._console.print(f"[yellow]note[/] {note}")
+        self._show_progress("worker 0", "starting", None, "")
+
+    def on_progress(self, process: str, progress: messages.Progress) -> None:
+        self._show_progress(process, progress.phase, progress.fraction, progress.detail)
+
+    def on_process_ready(self, process: str, detail: str) -> None:
+        if self._bar is not None and process in self._tasks:
+            self._show_progress(process, "ready", 1.0, detail)
+
+    def on_ready(self) -> None:
+        self._end_bar()
+        self._console.print(banner(self._url, self._model, self._has_key), markup=False, soft_wrap=True)
+        self._console.print(f"[bold green]ready[/] after {time.monotonic() - self._started:.1f} s; Ctrl-C ends it")
+
+    def on_stopping(self, reason: str) -> None:
+        self._end_bar()
+        self._console.print(f"stopping ({reason}); once more ends it at once", markup=False)
+
+    def on_killed(self, process: str) -> None:
+        pass  # of no use to a person, who is told why the server ends
+
+    def _show_progress(self, process: str, phase: str, fraction: float | None, detail: str) -> None:
+        """One line for each process. A fraction of None moves without end."""
+        if self._bar is None:
+            columns = TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.fields[detail]}"), TimeElapsedColumn()
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+        total = None if fraction is None else 1.0
+        if process not in self._tasks:
+            self._tasks[process] = self._bar.add_task("", total=total, detail="")
+        self._bar.update(self._tasks[process], description=f"{process}: {phase}", total=total, completed=fraction or 0.0, detail=detail)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._tasks.clear()
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """The plan as a person reads it."""
+    table = Table(title="memory plan", title_justify="left", box=None, show_header=False, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_row("weights", show_bytes(plan.weight_bytes), "")
+    table.add_row("activations", show_bytes(plan.activation_bytes), "")
+    table.add_row("KV pool", show_bytes(plan.kv_bytes), f"{plan.num_blocks} blocks of {show_bytes(plan.block_bytes)}, {plan.num_slots} tokens")
+    table.add_row("overhead", show_bytes(plan.overhead_bytes), "all processes")
+    table.add_row("total", show_bytes(plan.total_bytes), f"of {show_bytes(plan.available_bytes)} available", style="bold")
+    sequences = plan.num_slots / plan.max_model_len
+    table.add_row("max_model_len", str(plan.max_model_len), f"the pool holds {sequences:.1f} sequences of this length")
+    return table
+
+
+def banner(url: str, model: str, has_key: bool) -> str:
+    """Where the server is and how to talk to it, ready to copy."""
+    header = ' -H "Authorization: Bearer $PAGEMILL_API_KEY"' if has_key else ""
+    key = 'os.environ["PAGEMILL_API_KEY"]' if has_key else '"none"'
+    return f"""
+  chat page  {url}/
+  API        {url}/v1
+
+  curl {url}/v1/chat/completions -H "Content-Type: application/json"{header} \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+  {"import os; " if has_key else ""}from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key={key})
+  print(client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)
+"""
+
+
+def show_bytes(size: int) -> str:
+    """`1.5 GiB`, `12.0 MiB`, `64.0 KiB`."""
+    for unit, name in ((1024**3, "GiB"), (1024**2, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 1024:.1f} KiB"

@@ -1,0 +1,167 @@
+"""From what the operator wrote to what each process receives: options, model and machine in, configs out.
+
+Every `auto` is decided here and nowhere else, and every combination that cannot work is refused in one
+line. Pure: nothing is measured, opened or started.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagemill.config import Device, Dtype, FrontendConfig, SchedulerConfig, ServeOptions, WorkerConfig
+from pagemill.errors import UsageError
+from pagemill.machine import Machine
+from pagemill.memory_plan import MemoryPlan, MemoryRequest, plan_memory
+from pagemill.model_info import ModelInfo
+from pagemill.threads import worker_threads
+
+#: Waiting sequences per seat in a step; more are refused with 429, for they would time out anyway.
+_QUEUE_PER_SEAT = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that lies on this machine."""
+
+    name: str
+    path: Path  #: folder in Hugging Face layout
+    gguf_path: Path | None  #: where the same weights lie as GGUF
+    fingerprint: bytes
+    info: ModelInfo
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What never stands on a command line, in an environment or in a log."""
+
+    api_keys: tuple[str, ...]
+    admin_keys: tuple[str, ...]
+    cache_secret: bytes
+
+    def __repr__(self) -> str:
+        return "Secrets(***)"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything decided."""
+
+    device: Device
+    dtype: Dtype
+    plan: MemoryPlan | None  #: on CUDA the worker measures the card
+    frontend: FrontendConfig
+    scheduler: SchedulerConfig
+    worker: WorkerConfig
+
+
+def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
+    """What is wrong whatever the model. `policies` are the known ones: name -> reads priorities. Raises UsageError."""
+    if policies and options.scheduling_policy not in policies:
+        raise UsageError(f"--scheduling-policy accepts one of {', '.join(sorted(policies))}; not {options.scheduling_policy!r}")
+    if options.block_size & (options.block_size - 1):
+        raise UsageError(f"--block-size accepts auto or a power of two up to 256; not {options.block_size}")
+    if options.max_model_len == 1:
+        raise UsageError("--max-model-len accepts auto or at least 2, one token in and one out; not 1")
+    if options.num_blocks and options.kv_cache_memory:
+        raise UsageError("--num-blocks and --kv-cache-memory both size the KV pool; give one of them")
+    if options.event_log and not Path(options.event_log).absolute().parent.is_dir():
+        raise UsageError(f"--event-log: the folder of {options.event_log} does not exist")
+
+
+def choose_device(options: ServeOptions, machine: Machine) -> Device:
+    if options.device == "cuda" and not machine.has_cuda:
+        raise UsageError("--device cuda: no GPU that the installed torch can use; take --device cpu, or install Pagemill with its extra `cuda`")
+    return "cuda" if machine.has_cuda and options.device != "cpu" else "cpu"
+
+
+def choose_dtype(options: ServeOptions, device: Device, machine: Machine) -> Dtype:
+    if options.dtype == "float16" and device == "cpu":
+        raise UsageError("--dtype float16 needs --device cuda; on the CPU take float32 or bfloat16")
+    if options.dtype != "auto":
+        return options.dtype
+    return "bfloat16" if device == "cuda" or machine.has_bfloat16 else "float32"
+
+
+def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secrets, *, reads_priority: bool) -> Settings:
+    """Decides everything. Raises UsageError."""
+    device = choose_device(options, machine)
+    dtype = choose_dtype(options, device, machine)
+    on_cpu = device == "cpu"
+    request = MemoryRequest(
+        num_blocks=options.num_blocks,
+        kv_cache_bytes=options.kv_cache_memory,
+        block_size=options.block_size or (16 if on_cpu else 32),
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or (512 if on_cpu else 8192),
+        dtype=dtype,
+    )
+    plan = plan_memory(model.info, request, total_bytes=machine.total_bytes, available_bytes=machine.available_bytes) if on_cpu else None
+    return Settings(
+        device=device,
+        dtype=dtype,
+        plan=plan,
+        frontend=_frontend(options, model, secrets, reads_priority),
+        scheduler=_scheduler(options, request),
+        worker=_worker(options, model, machine, device, request, plan),
+    )
+
+
+def _frontend(options: ServeOptions, model: Model, secrets: Secrets, reads_priority: bool) -> FrontendConfig:
+    return FrontendConfig(
+        model_path=str(model.path),
+        model_names=options.served_model_name or (model.name,),
+        model_fingerprint=model.fingerprint,
+        api_keys=secrets.api_keys,
+        admin_keys=secrets.admin_keys,
+        cache_secret=secrets.cache_secret,
+        prefix_caching=options.prefix_caching,
+        shared_prefix_cache=options.shared_prefix_cache,
+        priority_allowed=reads_priority,
+        strict_request=options.strict_request,
+        metrics_compat=options.metrics_compat,
+        log_format=options.log_format,
+        log_level=options.log_level,
+        log_requests=options.log_requests,
+    )
+
+
+def _scheduler(options: ServeOptions, request: MemoryRequest) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_workers=1,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        scheduling_policy=options.scheduling_policy,
+        prefix_caching=options.prefix_caching,
+        max_plans_in_flight=1,
+        max_num_queued=_QUEUE_PER_SEAT * options.max_num_seqs,
+        check_invariants=options.check_invariants,
+        event_log=os.path.abspath(options.event_log) if options.event_log else "",
+        log_format=options.log_format,
+        log_level=options.log_level,
+    )
+
+
+def _worker(options: ServeOptions, model: Model, machine: Machine, device: Device, request: MemoryRequest, plan: MemoryPlan | None) -> WorkerConfig:
+    deterministic = {None: "auto", True: "on", False: "off"}[options.deterministic]
+    return WorkerConfig(
+        rank=0,
+        num_workers=1,
+        model_path=str(model.path),
+        # A GGUF file is exact in float32 only; in other types the folder's weights are what the model is served with.
+        gguf_path=str(model.gguf_path) if model.gguf_path is not None and request.dtype == "float32" else "",
+        device=device,
+        dtype=request.dtype,
+        block_size=request.block_size,
+        num_blocks=plan.num_blocks if plan is not None else options.num_blocks,
+        kv_cache_bytes=plan.kv_bytes if plan is not None else options.kv_cache_memory,
+        max_model_len=plan.max_model_len if plan is not None else options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        deterministic=deterministic,  # type: ignore[arg-type]  # the three values are those of the Literal
+        num_threads=worker_threads(machine),
+        log_format=options.log_format,
+        log_level=options.log_level,
+    )

@@ -1,0 +1,190 @@
+"""A real server from start to end: what is bound, who runs, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.server import ROOT, Server, running_server, title_of, wait_for
+from tests.helpers.tiny_model import tiny_model_path
+
+KEY = "sk-lifecycle-secret"
+TITLES = ["pagemill: frontend 0", "pagemill: scheduler 0", "pagemill: worker 0"]
+
+
+def get(url: str, key: str = "") -> tuple[int, bytes]:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def listening_ports(processes: list[psutil.Process]) -> set[int]:
+    return {found.laddr.port for process in processes for found in process.net_connections(kind="tcp") if found.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def server(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One with keys and a directory of its own, for what can be seen without ending it."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY + "\n")
+    environment = {"TMPDIR": str(run_folder), "PAGEMILL_API_KEY": KEY + "-too"}
+    with running_server("--api-key-file", str(keys), "--served-model-name", "tiny", "tiny-too", env=environment) as started:
+        yield started
+
+
+def test_processes_are_titled(server: Server) -> None:
+    assert title_of(server.pid) == "pagemill: launcher"
+    assert sorted(title_of(child.pid) for child in server.children()) == TITLES
+
+
+def test_the_only_listener_is_the_api_port(server: Server) -> None:
+    assert listening_ports([psutil.Process(server.pid), *server.children()]) == {server.port}
+
+
+def test_a_ready_server_says_so(server: Server) -> None:
+    assert get(f"{server.url}/readyz")[0] == 200
+    status, body = get(f"{server.url}/v1/models", KEY)
+    assert (status, json.loads(body)["data"][0]["id"]) == (200, "tiny")
+
+
+def test_both_kinds_of_key_are_taken_and_asked_for(server: Server) -> None:
+    assert get(f"{server.url}/v1/models")[0] == 401
+    assert get(f"{server.url}/v1/models", KEY + "-too")[0] == 200
+
+
+def test_keys_show_nowhere(server: Server) -> None:
+    processes = [psutil.Process(server.pid), *server.children()]
+    for process in processes:
+        assert KEY.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    for child in server.children():
+        assert KEY.encode() not in Path(f"/proc/{child.pid}/environ").read_bytes()
+    assert KEY not in server.log
+
+
+@pytest.mark.usefixtures("server")
+def test_sockets_lie_in_a_private_directory(run_folder: Path) -> None:
+    (directory,) = run_folder.glob("pagemill-run-*")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_ISSOCK(path.stat().st_mode) for path in directory.iterdir()} == {True}
+
+
+def test_memory_is_planned_before_anything_is_started(server: Server) -> None:
+    names = [json.loads(line)["event"] for line in server.log.splitlines() if line.startswith("{")]
+    assert names.index("listening") < names.index("memory_planned") < names.index("ready")
+
+
+def test_the_port_is_bound_and_answers_503_with_the_phase_until_ready_then_sigterm_ends_it(tmp_path: Path) -> None:
+    with running_server(wait=False, env={"TMPDIR": str(tmp_path)}) as server:
+        url = server.url
+        status, body = get(f"{url}/readyz")  # waits for the frontend, which comes long before the worker
+        assert status == 503
+        loading = json.loads(body)
+        assert loading["status"] == "loading"
+        assert loading["phase"]
+        assert 0 <= loading["progress"] <= 1
+        assert get(f"{url}/livez")[0] == 200
+        server.wait_until_ready()
+        assert get(f"{url}/readyz")[0] == 200
+        server.children()
+        began = time.monotonic()
+        server.process.terminate()
+        assert server.wait() == 0
+        assert time.monotonic() - began < 10
+        assert server.leftovers() == []
+        assert list(tmp_path.iterdir()) == []
+        assert "Traceback" not in server.log
+
+
+def test_ctrl_c_ends_it() -> None:
+    with running_server() as server:
+        server.children()
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 0
+        assert time.monotonic() - began < 10
+        assert server.leftovers() == []
+
+
+def test_sigterm_while_loading_ends_it() -> None:
+    with running_server(wait=False) as server:
+        server.child("worker 0")
+        server.process.terminate()
+        assert server.wait() == 0
+        assert server.leftovers() == []
+
+
+def test_nothing_survives_sigkill_of_the_launcher() -> None:
+    with running_server() as server:
+        assert len(server.children()) == 3
+        server.process.kill()
+        server.wait()
+        wait_for(lambda: not server.leftovers(), 5, lambda: f"still there: {server.leftovers()}")
+
+
+@pytest.mark.parametrize("kind", ["frontend", "scheduler", "worker"])
+def test_the_death_of_any_child_stops_everything_and_is_named(kind: str) -> None:
+    with running_server() as server:
+        server.child(f"{kind} 0").kill()
+        assert server.wait() == 1
+        assert server.log.splitlines()[-1] == f"pagemill: {kind} 0 was killed by SIGKILL"
+        assert server.leftovers() == []
+
+
+def test_two_servers_run_at_once_and_a_taken_port_is_refused() -> None:
+    with running_server(wait=False) as first, running_server(wait=False) as second:
+        first.wait_until_ready()
+        second.wait_until_ready()
+        assert first.port != second.port
+        assert [get(f"{one.url}/readyz")[0] for one in (first, second)] == [200, 200]
+        refused = serve(str(tiny_model_path()), "--port", str(first.port))
+        assert refused.returncode == 2
+        says = rf"pagemill: port {first.port} on 127\.0\.0\.1 is in use by process {first.pid} \(.*\); choose another with --port\n"
+        assert re.fullmatch(says, refused.stderr)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--max-model-len", "1"], "--max-model-len accepts auto or at least 2"),
+        (["--max-model-len", "1000000"], "--max-model-len 1000000 is more than the"),
+        (["--num-blocks", "0x1"], "--num-blocks accepts auto or a number"),
+        (["--port", "70000"], "--port accepts a number, from 0 to 65535"),
+        (["--block-size", "24"], "--block-size accepts auto or a power of two"),
+        (["--scheduling-policy", "lifo"], "--scheduling-policy accepts one of fcfs, priority, static"),
+        (["--host", "0.0.0.0"], "would let others in without a key"),
+        (["--tensor-parallel-size", "2"], "unknown argument --tensor-parallel-size"),
+    ],
+)
+def test_what_cannot_work_ends_in_one_line_with_exit_code_2(argv: list[str], says: str) -> None:
+    refused = serve(str(tiny_model_path()), "--port", "0", *argv)
+    assert refused.returncode == 2
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("pagemill: ")
+    assert says in last
+
+
+def serve(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagemill", "serve", "--log-level", "error", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, env=dict(os.environ), check=False)

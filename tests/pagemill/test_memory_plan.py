@@ -1,0 +1,111 @@
+"""The memory plan: what fits, what is reduced, and how a refusal reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from pagemill.errors import UsageError
+from pagemill.memory_plan import OVERHEAD_BYTES, MemoryPlan, MemoryRequest, plan_memory
+from pagemill.model_info import ModelInfo
+
+GIB = 1024**3
+INFO = ModelInfo(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=1000,
+    context_length=4096,
+    sliding_window=0,
+    tied_embeddings=True,
+    eos_token_ids=(2,),
+    num_parameters=1_000_000,
+    weight_bytes=2_000_000,
+)
+AUTO = MemoryRequest(num_blocks=0, kv_cache_bytes=0, block_size=16, max_model_len=0, max_num_seqs=4, max_num_batched_tokens=512, dtype="float32")
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # K and V, layers, KV heads, head_dim, float32, tokens
+
+
+def plan(info: ModelInfo = INFO, available: int = 8 * GIB, total: int = 16 * GIB, **changes: object) -> MemoryPlan:
+    return plan_memory(info, replace(AUTO, **changes), total_bytes=total, available_bytes=available)  # type: ignore[arg-type]
+
+
+def test_weights_count_in_the_type_they_are_served_in_and_tied_ones_twice() -> None:
+    assert plan().weight_bytes == 4 * (1_000_000 + 64 * 1000)
+    assert plan(dtype="bfloat16").weight_bytes == 2 * (1_000_000 + 64 * 1000)
+    assert plan(info=structs.replace(INFO, tied_embeddings=False)).weight_bytes == 4_000_000
+
+
+def test_the_pool_is_never_larger_than_its_users_can_fill() -> None:
+    assert plan().num_blocks == 4 * 4096 // 16
+    assert plan().max_model_len == 4096
+    assert plan().notes == ()
+
+
+def test_the_default_pool_takes_half_of_what_is_free_and_a_quarter_of_the_machine_at_most() -> None:
+    free = 40 * 2**20
+    available = plan().weight_bytes + plan().activation_bytes + OVERHEAD_BYTES + free
+    assert plan(available=available, max_num_seqs=64).kv_bytes == free // 2
+    quarter = plan(total=32 * 2**20, max_num_seqs=4096)
+    assert quarter.kv_bytes == 8 * 2**20
+
+
+def test_a_small_pool_shortens_the_longest_sequence_and_says_so() -> None:
+    fitted = plan(num_blocks=10)
+    assert (fitted.num_blocks, fitted.num_slots, fitted.max_model_len) == (10, 160, 160)
+    assert fitted.notes == ("max_model_len reduced from 4096 to 160: that is what the KV pool holds; raise --num-blocks for more",)
+
+
+def test_a_pool_in_bytes_is_rounded_down_to_blocks() -> None:
+    assert plan(kv_cache_bytes=3 * BLOCK_BYTES + 1).num_blocks == 3
+    assert plan(kv_cache_bytes=3 * BLOCK_BYTES).block_bytes == BLOCK_BYTES
+
+
+def test_an_explicit_length_makes_the_default_pool_as_large_as_it_needs() -> None:
+    tight = plan(total=1 * 2**20, max_model_len=4096)
+    assert tight.num_blocks == 256
+    assert plan(total=1 * 2**20).num_blocks < 256
+
+
+def test_the_plan_adds_up() -> None:
+    made = plan()
+    assert made.total_bytes == made.weight_bytes + made.activation_bytes + made.num_blocks * BLOCK_BYTES + made.overhead_bytes
+    assert made.total_bytes <= made.available_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"available": 100 * 2**20}, "needs 4.1 MiB for weights in float32 and .* are available; use --dtype bfloat16 or a smaller model"),
+        ({"available": 100 * 2**20, "dtype": "bfloat16"}, "are available; use a smaller model"),
+        ({"max_model_len": 4097}, "--max-model-len 4097 is more than the 4096 positions of the model; lower it"),
+        ({"max_model_len": 200, "num_blocks": 10}, "--max-model-len 200 does not fit: the KV pool holds 160 tokens .*; lower it to 160, or raise --num-blocks"),
+        ({"kv_cache_bytes": BLOCK_BYTES - 1}, "--kv-cache-memory 8191 holds no block"),
+        ({"kv_cache_bytes": 9 * GIB}, "the KV pool asked for has 9.0 GiB, but .* are free after the weights; lower --kv-cache-memory to"),
+        ({"num_blocks": 2**30}, "lower --num-blocks to"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_flag_to_change(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as refused:
+        plan(**changes)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+
+
+def test_a_sliding_window_limits_the_length_by_itself_and_refuses_a_longer_one() -> None:
+    windowed = structs.replace(INFO, sliding_window=1024)
+    assert plan(info=windowed).max_model_len == 1024
+    assert "sliding window limits max_model_len to 1024" in plan(info=windowed).notes[0]
+    with pytest.raises(UsageError, match="sliding-window attention is not supported: --max-model-len may be at most the window of 1024"):
+        plan(info=windowed, max_model_len=1025)
+
+
+def test_a_window_that_never_closes_changes_nothing() -> None:
+    assert plan(info=structs.replace(INFO, sliding_window=4096)) == plan()
+
+

@@ -1,0 +1,82 @@
+"""What `pagemill serve` reads and starts: keys, commands, environments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagemill.config import ServeOptions
+from pagemill.errors import UsageError
+from pagemill.messages import NONE
+from pagemill.serve import process_specs, read_secrets
+from tests.pagemill.test_resolve import settled
+
+KEY = "sk-secret"
+
+
+def test_keys_come_from_the_file_and_the_variable(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-one\r\n\n  sk-two \nsk-one\n")
+    secrets = read_secrets(ServeOptions(api_key_file=str(file), admin_key_file=str(file)), {"PAGEMILL_API_KEY": "sk-three"})
+    assert secrets.api_keys == ("sk-one", "sk-two", "sk-three")
+    assert secrets.admin_keys == ("sk-one", "sk-two")
+    assert len(secrets.cache_secret) == 32
+    assert secrets.cache_secret != read_secrets(ServeOptions(), {}).cache_secret
+
+
+@pytest.mark.parametrize("value", ["", "  ", "\n"])
+def test_an_empty_variable_is_no_key(value: str) -> None:
+    assert read_secrets(ServeOptions(), {"PAGEMILL_API_KEY": value}).api_keys == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "holds no key"),
+        (b"\n \n", "holds no key"),
+        (b"good\nsk-secret \xc3\xa9", "line 2 holds characters that cannot stand in an HTTP header"),
+        (b"sk-secret with spaces", "line 1 holds"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_a_useless_key_file_is_refused_without_quoting_it(tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=says) as refused:
+        read_secrets(ServeOptions(api_key_file=str(file)), {})
+    assert KEY not in str(refused.value)
+
+
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--api-key-file: cannot read .*: No such file"):
+        read_secrets(ServeOptions(api_key_file=str(tmp_path / "none")), {})
+
+
+def test_a_strange_variable_is_refused_without_quoting_it() -> None:
+    with pytest.raises(UsageError, match="PAGEMILL_API_KEY holds characters") as refused:
+        read_secrets(ServeOptions(), {"PAGEMILL_API_KEY": f"{KEY}\x00"})
+    assert KEY not in str(refused.value)
+
+
+def test_children_are_started_by_name_with_their_threads_and_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_API_KEY", KEY)
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    specs = {spec.kind: spec for spec in process_specs(settled(), listen_fd=5)}
+    assert [spec.command for spec in specs.values()] == [(sys.executable, "-P", "-m", name) for name in ("frontend", "workers", "scheduler")]
+    assert [specs["frontend"].listen_fd, specs["scheduler"].listen_fd, specs["worker"].listen_fd] == [5, NONE, NONE]
+    assert [spec.environment["OMP_NUM_THREADS"] for spec in specs.values()] == ["1", "2", "1"]
+    for spec in specs.values():
+        assert "PAGEMILL_API_KEY" not in spec.environment
+        assert spec.environment["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_a_package_of_the_same_name_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "scheduler"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError, match=r"the package 'scheduler' of this installation is in .*, but Python finds it in .*reinstall"):
+        process_specs(settled(), listen_fd=5)
