@@ -1,0 +1,85 @@
+"""The tensors of a step, checked against sums done by hand and against a slow restatement."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.helpers.plans import install, piece
+from workers.inputs import StepInputs, build_inputs
+from workers.rows import Row, RowBounds
+
+CPU = torch.device("cpu")
+
+
+def bounds(block_size: int) -> RowBounds:
+    return RowBounds(vocab_size=1000, num_blocks=500, block_size=block_size, max_model_len=1000)
+
+
+def test_a_mixed_step_by_hand() -> None:
+    rows = [
+        Row(install(0, [10, 11, 12, 13, 14], [7, 3]), bounds(4)),  # prefill from 3 on
+        Row(install(1, [20, 21, 22, 23, 24, 25, 26, 27, 28], [1, 0, 2]), bounds(4)),  # decode at 8
+        Row(install(2, [30, 31], [5]), bounds(4)),  # whole prompt, not sampling
+    ]
+    inputs = build_inputs([piece(0, 3, 2), piece(1, 8, 1), piece(2, 0, 2, sample=False)], rows, 4, CPU)
+    assert inputs.token_ids.tolist() == [13, 14, 28, 30, 31]
+    assert inputs.positions.tolist() == [3, 4, 8, 0, 1]
+    assert inputs.slot_mapping.tolist() == [7 * 4 + 3, 3 * 4, 2 * 4, 5 * 4, 5 * 4 + 1]
+    assert inputs.query_start.tolist() == [0, 2, 3, 5]
+    assert inputs.context_lens.tolist() == [5, 9, 2]
+    assert inputs.block_tables.tolist() == [[7, 3, 0], [1, 0, 2], [5, 0, 0]]
+    assert inputs.sample_rows.tolist() == [1, 2]
+
+
+def test_types_are_those_that_kernels_expect() -> None:
+    inputs = build_inputs([piece(0, 0, 2)], [Row(install(0, [1, 2], [3]), bounds(4))], 4, CPU)
+    wide = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.sample_rows)
+    narrow = (inputs.query_start, inputs.context_lens, inputs.block_tables)
+    assert {tensor.dtype for tensor in wide} == {torch.int64}
+    assert {tensor.dtype for tensor in narrow} == {torch.int32}
+    assert all(tensor.is_contiguous() for tensor in wide + narrow)
+
+
+def test_blocks_taken_ahead_are_not_in_the_table() -> None:
+    inputs = build_inputs([piece(0, 0, 4)], [Row(install(0, [1, 2, 3, 4], [3, 9, 9]), bounds(4))], 4, CPU)
+    assert inputs.block_tables.tolist() == [[3]]
+
+
+def test_slots_beyond_32_bits_are_exact() -> None:
+    limits = RowBounds(vocab_size=10, num_blocks=2**31 - 1, block_size=256, max_model_len=1000)
+    inputs = build_inputs([piece(0, 0, 1)], [Row(install(0, [1], [2**31 - 2]), limits)], 256, CPU)
+    assert inputs.slot_mapping.tolist() == [(2**31 - 2) * 256]
+
+
+def restated(inputs: StepInputs, slices: list[tuple[int, int]], tokens: list[list[int]], tables: list[list[int]], block_size: int) -> None:
+    at = 0
+    for index, (start, count) in enumerate(slices):
+        for position in range(start, start + count):
+            assert inputs.token_ids[at] == tokens[index][position]
+            assert inputs.positions[at] == position
+            assert inputs.slot_mapping[at] == tables[index][position // block_size] * block_size + position % block_size
+            at += 1
+        assert inputs.query_start[index + 1] == at
+        assert inputs.context_lens[index] == start + count
+    assert len(inputs.token_ids) == at
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_equal_the_slow_restatement(seed: int) -> None:
+    draw = random.Random(seed)
+    block_size = draw.choice([1, 2, 4, 16])
+    tokens, tables, slices = [], [], []
+    free = list(range(500))
+    draw.shuffle(free)
+    for _ in range(draw.randrange(1, 6)):
+        length = draw.randrange(1, 60)
+        tokens.append([draw.randrange(1000) for _ in range(length)])
+        tables.append([free.pop() for _ in range(-(-length // block_size))])
+        start = draw.randrange(length)
+        slices.append((start, draw.randrange(1, length - start + 1)))
+    rows = [Row(install(index, history, table), bounds(block_size)) for index, (history, table) in enumerate(zip(tokens, tables, strict=True))]
+    pieces = [piece(index, start, count, sample=False) for index, (start, count) in enumerate(slices)]
+    restated(build_inputs(pieces, rows, block_size, CPU), slices, tokens, tables, block_size)

@@ -1,0 +1,131 @@
+"""Loading as the worker process does it: numbers reported, progress shown, refusals in one sentence."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.lib.offline import offline_config
+from tests.helpers.tiny_model import tiny_checkpoint
+from workers.loader import load
+from workers.model_config import ModelRefused
+
+
+def test_what_is_reported_is_what_was_made() -> None:
+    loaded = load(offline_config(str(tiny_checkpoint("llama")), block_size=8, num_blocks=40))
+    ready = loaded.ready
+    assert (ready.num_blocks, ready.block_size) == (40, 8)
+    assert ready.block_bytes == 3 * 2 * 4 * 8 * 8 * 4  # layers, K and V, heads, tokens, head size, float32
+    assert loaded.runner.kv_cache.blocks.shape == (40, ready.block_bytes)
+    assert ready.max_model_len == 320, "bounded by the pool"
+    assert ready.prefill_tok_s > 0
+    assert len(loaded.runner.rows) == 0
+
+
+@pytest.mark.parametrize(("kind", "dtype", "matrix_itemsize"), [("llama", "float32", 4), ("llama", "bfloat16", 2), ("bfloat16-shards", "float32", 2)])
+def test_weight_bytes_are_those_held_in_memory(kind: str, dtype: str, matrix_itemsize: int) -> None:
+    kept_plain = matrices = 0
+    for name, tensor in load_file(tiny_checkpoint("llama") / "model.safetensors").items():
+        if "norm" in name or "embed" in name:
+            kept_plain += tensor.numel()
+        else:
+            matrices += tensor.numel()
+    expected = matrix_itemsize * matrices + getattr(torch, dtype).itemsize * kept_plain
+    assert load(offline_config(str(tiny_checkpoint(kind)), dtype=dtype)).ready.weight_bytes == expected
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, 4096), (1000, 1000)])
+def test_the_length_is_the_models_own_unless_asked_for_less(asked: int, given: int) -> None:
+    loaded = load(offline_config(str(tiny_checkpoint("llama")), max_model_len=asked, num_blocks=300))
+    assert loaded.ready.max_model_len == given
+
+
+def test_the_pool_is_sized_from_bytes_when_blocks_are_not_given() -> None:
+    loaded = load(offline_config(str(tiny_checkpoint("llama")), block_size=8, num_blocks=0, kv_cache_bytes=1_000_000))
+    assert loaded.ready.num_blocks == 1_000_000 // loaded.ready.block_bytes
+
+
+def test_an_automatic_length_ends_at_the_sliding_window() -> None:
+    assert load(offline_config(str(tiny_checkpoint("sliding-window")))).ready.max_model_len == 64
+
+
+def changed(tmp_path: Path, **changes: Any) -> str:
+    folder = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "sentence"),
+    [
+        ({"sliding_window": 64}, {"max_model_len": 65}, "sliding window of 64 tokens is shorter than --max-model-len 65"),
+        ({}, {"max_model_len": 4097}, "--max-model-len 4097 exceeds the 4096 positions"),
+        ({"architectures": ["GrokForCausalLM"]}, {}, "the architecture GrokForCausalLM is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": []}, {}, "none named"),
+        ({}, {"num_blocks": 0, "kv_cache_bytes": 100}, "does not hold one block"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRefused, match=sentence):
+        load(offline_config(changed(tmp_path, **changes), **settings))
+
+
+def test_broken_weights_are_noticed_in_warm_up(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, Path(folder) / "model.safetensors")
+    with pytest.raises(ModelRefused, match="are its weights intact"):
+        load(offline_config(folder))
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "bfloat16-shards"])
+def test_progress_names_its_phases_and_only_grows(kind: str) -> None:
+    seen: list[tuple[str, float]] = []
+    load(offline_config(str(tiny_checkpoint(kind))), lambda phase, fraction, detail: seen.append((phase, fraction)))
+    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["weights", "prepare", "warmup"]
+    for phase in ("weights", "prepare", "warmup"):
+        fractions = [fraction for name, fraction in seen if name == phase]
+        assert fractions == sorted(fractions)
+        assert 0.0 <= fractions[0] <= fractions[-1] <= 1.0
+    assert max(fraction for phase, fraction in seen if phase == "weights") > 0.98
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind; mapped weights can be dropped by the kernel and do not count."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def test_loading_holds_little_more_than_one_copy_of_the_weights(tmp_path: Path) -> None:
+    layers, width = 32, 8192
+    small = load_file(tiny_checkpoint("llama") / "model.safetensors")
+    folder = changed(tmp_path, num_hidden_layers=layers, intermediate_size=width)
+    tensors = {name: tensor for name, tensor in small.items() if not name.startswith("model.layers.")}
+    for layer in range(layers):
+        for name, tensor in small.items():
+            if name.startswith("model.layers.0.") and ".mlp." not in name:
+                tensors[name.replace("layers.0.", f"layers.{layer}.")] = tensor.clone()
+        for name, shape in (("gate", (width, 64)), ("up", (width, 64)), ("down", (64, width))):
+            tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] = torch.randn(shape) * 0.01
+    save_file(tensors, Path(folder) / "model.safetensors")
+    del tensors, small
+    load(offline_config(str(tiny_checkpoint("wide-heads"))))  # what compiling kernels takes is not the point here
+    gc.collect()
+    before = peak = anonymous_bytes()
+
+    def look(phase: str, fraction: float, detail: str) -> None:
+        nonlocal peak
+        peak = max(peak, anonymous_bytes())
+
+    loaded = load(offline_config(folder, num_blocks=16), look)
+    assert loaded.ready.weight_bytes > 190 * 2**20
+    assert peak - before < 1.25 * loaded.ready.weight_bytes

@@ -1,0 +1,108 @@
+"""What a checkpoint says about itself, and what is refused by name before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tiny_model import BASE, KINDS, tiny_checkpoint
+from workers.model_config import ModelRefused, read_config
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    config = {key: value for key, value in (BASE | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_usual_fields_are_read() -> None:
+    config = read_config(tiny_checkpoint("llama"))
+    assert config.architectures == ("LlamaForCausalLM",)
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (64, 8, 4, 8)
+    assert config.longest_exact_len == 4096
+    assert config.rope.rope_type == "default"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_tiny_checkpoint_is_accepted(kind: str) -> None:
+    assert read_config(tiny_checkpoint(kind)).num_hidden_layers == 3
+
+
+def test_absent_fields_take_their_usual_defaults(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, num_key_value_heads="absent", head_dim=None, attention_bias="absent", tie_word_embeddings="absent"))
+    assert (config.num_key_value_heads, config.head_dim) == (8, 8)
+    assert not config.attention_bias
+    assert not config.tie_word_embeddings
+
+
+def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    old = read_config(written(tmp_path, rope_theta=500000.0, rope_scaling=scaling)).rope
+    new = read_config(written(tmp_path, rope_theta="absent", rope_parameters=scaling | {"rope_theta": 500000.0})).rope
+    assert old == new
+    assert (old.rope_theta, old.factor) == (500000.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}, "factor": "much"}}, "factor"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"hidden_size": "absent"}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelRefused, match=named):
+        read_config(written(tmp_path, **changes))
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 64}, 64),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 64, "use_sliding_window": False}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 3}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 64),
+        ({}, None),
+        ({"model_type": "mistral"}, 4096),
+    ],
+)
+def test_a_sliding_window_limits_the_length_that_is_exact(tmp_path: Path, changes: dict[str, Any], window: int | None) -> None:
+    config = read_config(written(tmp_path, max_position_embeddings=8192, **changes))
+    assert config.sliding_window == window
+    assert config.longest_exact_len == (window or 8192)
+
+
+def test_ids_past_the_tokenizer_are_padding() -> None:
+    config = read_config(tiny_checkpoint("padded-vocab"))
+    assert (config.vocab_size, config.tokenizer_vocab_size) == (515, 512)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<x>"}]}, 10),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}, 2),
+        ({"model": {"vocab": {"a": 5000}}}, 512),
+        ({"model": {}, "added_tokens": []}, 512),
+    ],
+    ids=["byte pairs", "unigrams", "more ids than the model has rows", "no vocabulary"],
+)
+def test_tokenizers_of_several_kinds_say_how_many_ids_they_have(tmp_path: Path, tokenizer: dict[str, Any], size: int) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert read_config(written(tmp_path)).tokenizer_vocab_size == size

@@ -1,0 +1,132 @@
+"""Rows are a pure function of what was sent, and nothing out of range becomes an index."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+
+from pagemill.messages import InstallRow, PlanId, SamplingParams, Slice
+from tests.helpers.plans import install, piece, plan
+from workers.rows import INVALID_INPUT, Row, RowBounds, RowTable
+
+BOUNDS = RowBounds(vocab_size=100, num_blocks=8, block_size=4, max_model_len=24)
+
+
+def table_with(*messages: InstallRow) -> RowTable:
+    table = RowTable(BOUNDS)
+    for message in messages:
+        table.install(message)
+    return table
+
+
+def test_a_row_holds_what_was_installed() -> None:
+    row = Row(install(0, [1, 2, 3], [7, 5], num_prompt_tokens=2, seed=9), BOUNDS)
+    assert row.error == ""
+    assert row.token_ids == array("i", [1, 2, 3])
+    assert row.block_tables == (array("i", [7, 5]),)
+    assert (row.sampling.seed, row.sampling.num_prompt_tokens) == (9, 2)
+
+
+def test_slices_extend_history_and_tables() -> None:
+    table = table_with(install(0, [1, 2, 3], [7]))
+    (row,) = table.apply(plan(piece(0, 3, 2, new_tokens=[4, 5], new_blocks=[2])))
+    assert row.error == ""
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert row.block_tables[0].tolist() == [7, 2]
+
+
+def test_a_row_sent_in_pieces_equals_one_installed_whole() -> None:
+    pieces = table_with(install(0, [1, 2, 3], [7]))
+    pieces.apply(plan(piece(0, 3, 1, new_tokens=[4])))
+    (grown,) = pieces.apply(plan(piece(0, 4, 1, new_tokens=[5], new_blocks=[2])))
+    (whole,) = table_with(install(0, [1, 2, 3, 4, 5], [7, 2], num_prompt_tokens=3)).apply(plan(piece(0, 4, 1)))
+    assert (grown.token_ids, grown.block_tables) == (whole.token_ids, whole.block_tables)
+    assert grown.sampling == whole.sampling
+
+
+@pytest.mark.parametrize("wanted", [piece(1, 0, 3), piece(0, 0, 3, version=2)], ids=["unknown number", "other version"])
+def test_an_unknown_row_is_missing(wanted: Slice) -> None:
+    assert table_with(install(0, [1, 2, 3], [7])).missing(plan(piece(0, 0, 3), wanted)) is wanted
+
+
+def test_known_rows_are_not_missing() -> None:
+    assert table_with(install(0, [1], [7]), install(1, [1], [3])).missing(plan(piece(0, 0, 1), piece(1, 0, 1))) is None
+
+
+def test_released_rows_are_dropped_unless_the_plan_uses_them() -> None:
+    table = table_with(install(0, [1], [7]), install(1, [1], [3]))
+    table.apply(plan(piece(1, 0, 1), released=[0, 1, 5]))
+    assert len(table) == 1
+    assert table.missing(plan(piece(1, 0, 1))) is None
+
+
+def test_a_reused_number_forgets_its_former_holder() -> None:
+    table = table_with(install(0, [1, 2, 3], [7]), install(0, [9], [3], version=2))
+    (row,) = table.apply(plan(piece(0, 0, 1, version=2)))
+    assert (row.token_ids.tolist(), row.block_tables[0].tolist()) == ([9], [3])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        install(0, [1, 100], [7]),
+        install(0, [1, -1], [7]),
+        install(0, [1, 2], [8]),
+        install(0, [1, 2], [-1]),
+        install(0, [1, 2], [7], num_prompt_tokens=3),
+        install(0, [1, 2], [7], num_prompt_tokens=0),
+        install(0, [], [7]),
+        install(0, [1, 2], [7], seed=2**64),
+        install(0, [1, 2], [7], seed=-1),
+        install(0, [1, 2], [7], sampling=SamplingParams(stop_token_ids=(100,), min_tokens=1)),
+        install(0, [1, 2], [7], sampling=SamplingParams(stop_token_ids=(-1,))),
+        install(0, [1, 2], [7], sampling=SamplingParams(logit_bias=((100, 1.0),))),
+        msgspec.structs.replace(install(0, [1, 2], [7]), token_ids=b"\1\0\0"),
+        msgspec.structs.replace(install(0, [1, 2], [7]), block_tables=(b"\1\0\0\0\0",)),
+    ],
+)
+def test_whatever_is_out_of_range_in_a_row_fails_that_row_alone(message: InstallRow) -> None:
+    table = table_with(message, install(1, [1, 2], [3]))
+    bad, good = table.apply(plan(piece(0, 0, 1, sample=False), piece(1, 0, 2)))
+    assert (bad.error, good.error) == (INVALID_INPUT, "")
+
+
+@pytest.mark.parametrize(
+    "bad_piece",
+    [
+        piece(0, -1, 2, sample=False),
+        piece(0, 0, 0, sample=False),
+        piece(0, 0, -1, sample=False),
+        piece(0, 1, 3),
+        piece(0, 3, 1, new_tokens=[100]),
+        piece(0, 3, 1, new_tokens=[-1]),
+        piece(0, 3, 1, new_tokens=[4], new_blocks=[8]),
+        piece(0, 3, 2, new_tokens=[4, 5]),
+        piece(0, 0, 2, sample=True),
+        piece(0, 3, 1, after_plan=PlanId(1)),
+        msgspec.structs.replace(piece(0, 2, 1), new_block_ids=(b"", b"")),
+    ],
+    ids=["negative start", "no token", "negative count", "past the history", "token too large", "token negative", "block too large",
+         "past the blocks", "sample before the end", "plan that drew nothing here", "two tables for one group"],
+)  # fmt: skip
+def test_whatever_is_out_of_range_in_a_slice_fails_that_row_alone(bad_piece: Slice) -> None:
+    table = table_with(install(0, [1, 2, 3], [7]), install(1, [1, 2], [3]))
+    bad, good = table.apply(plan(bad_piece, piece(1, 0, 2)))
+    assert (bad.error, good.error) == (INVALID_INPUT, "")
+
+
+def test_a_position_past_the_model_length_fails() -> None:
+    table = table_with(install(0, [1] * 25, list(range(7))))
+    (row,) = table.apply(plan(piece(0, 24, 1)))
+    assert row.error == INVALID_INPUT
+
+
+def test_the_token_of_an_earlier_plan_can_be_named_by_that_plan() -> None:
+    table = table_with(install(0, [1, 2, 3], [7]))
+    (row,) = table.apply(plan(piece(0, 0, 3), plan_id=4))
+    row.drawn = (PlanId(4), 42)
+    (row,) = table.apply(plan(piece(0, 3, 1, after_plan=PlanId(4)), plan_id=5))
+    assert row.error == ""
+    assert row.token_ids.tolist() == [1, 2, 3, 42]

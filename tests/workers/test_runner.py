@@ -1,0 +1,167 @@
+"""One plan at a time: what happens to one row never concerns another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagemill.messages import Plan, RowResult, SamplingParams
+from scripts.lib.offline import OfflineEngine, offline_config
+from tests.helpers.forward import logits_in_chunks
+from tests.helpers.plans import install, piece, plan
+from tests.helpers.tiny_model import VOCAB_SIZE, tiny_checkpoint
+from workers.inputs import StepInputs
+from workers.kv_cache import KvCache
+from workers.loader import Loaded, load
+from workers.rows import INVALID_INPUT
+from workers.runner import NOT_FINITE, STEP_FAILED, Runner
+
+POISON = 300  #: a token id that the faulty models below stumble over
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(offline_config(str(tiny_checkpoint("llama")), block_size=4, num_blocks=64))
+
+
+@pytest.fixture
+def runner(loaded: Loaded) -> Iterator[Runner]:
+    runner = Runner(loaded.runner.model, loaded.runner.kv_cache, loaded.runner.rows, torch.device("cpu"))
+    yield runner
+    runner.rows.clear()
+
+
+class FaultyModel:
+    """The tiny model, except that it raises, or computes no numbers, where the poison token is."""
+
+    ARCHITECTURES = ("Faulty",)
+
+    def __init__(self, runner: Runner, fault: str) -> None:
+        self._model = runner.model
+        self._fault = fault
+        self._poisoned = torch.tensor([False])
+        self.num_calls = 0
+
+    def __call__(self, inputs: StepInputs, kv_cache: KvCache) -> Tensor:
+        self.num_calls += 1
+        poisoned = inputs.token_ids == POISON
+        self._poisoned = poisoned[inputs.sample_rows]
+        if self._fault == "raise" and bool(poisoned.any()):
+            raise RuntimeError("poison")
+        hidden = self._model(inputs, kv_cache)
+        return torch.where(poisoned[:, None], torch.nan, hidden) if self._fault == "hidden" else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._model.logits(hidden)
+        return torch.where(self._poisoned[:, None], torch.nan, logits) if self._fault == "logits" else logits
+
+
+def poison(runner: Runner, fault: str) -> FaultyModel:
+    model = FaultyModel(runner, fault)
+    runner.model = model  # type: ignore[assignment]
+    return model
+
+
+def by_row(runner: Runner, work: Plan) -> dict[int, RowResult]:
+    assert runner.rows.missing(work) is None
+    results, seconds = runner.run(work)
+    assert set(seconds) == {"prepare", "forward", "sample"}
+    assert len({result.row for result in results}) == len(results)
+    return {result.row: result for result in results}
+
+
+def argmax(loaded: Loaded, tokens: list[int]) -> int:
+    return int(logits_in_chunks(loaded, [tokens], 1000, seed=7)[0][-1].argmax())
+
+
+def prompts(count: int) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(3, POISON) for _ in range(draw.randrange(2, 12))] for _ in range(count)]
+
+
+def install_all(runner: Runner, histories: list[list[int]]) -> None:
+    for index, tokens in enumerate(histories):
+        runner.rows.install(install(index, tokens, range(4 * index, 4 * index + 4)))
+
+
+def test_sampling_slices_get_the_most_likely_token_and_others_nothing(runner: Runner, loaded: Loaded) -> None:
+    histories = prompts(3)
+    expected = [argmax(loaded, tokens) for tokens in histories]
+    install_all(runner, histories)
+    work = plan(piece(0, 0, len(histories[0])), piece(1, 0, len(histories[1]) - 1, sample=False), piece(2, 0, len(histories[2])))
+    results = by_row(runner, work)
+    assert {row: result.token_ids for row, result in results.items()} == {0: (expected[0],), 2: (expected[2],)}
+    assert {(result.outcome, result.version, result.error) for result in results.values()} == {("accepted", 1, "")}
+
+
+@pytest.mark.parametrize(("fault", "error"), [("raise", STEP_FAILED), ("hidden", NOT_FINITE), ("logits", NOT_FINITE)])
+def test_a_fault_of_one_row_fails_that_row_alone(runner: Runner, loaded: Loaded, fault: str, error: str) -> None:
+    histories = prompts(4)
+    expected = [argmax(loaded, tokens) for tokens in histories]
+    histories[1].append(POISON)
+    install_all(runner, histories)
+    poison(runner, fault)
+    results = by_row(runner, plan(*(piece(index, 0, len(tokens)) for index, tokens in enumerate(histories))))
+    assert (results[1].outcome, results[1].error, results[1].token_ids) == ("failed", error, ())
+    assert {row: results[row].token_ids for row in (0, 2, 3)} == {row: (expected[row],) for row in (0, 2, 3)}
+
+
+@pytest.mark.parametrize("fault", ["raise", "hidden"])
+def test_a_fault_in_a_slice_that_does_not_sample_is_reported_too(runner: Runner, fault: str) -> None:
+    install_all(runner, [[5, POISON, 6, 7], [8, 9]])
+    poison(runner, fault)
+    results = by_row(runner, plan(piece(0, 0, 3, sample=False), piece(1, 0, 2)))
+    assert {row: result.outcome for row, result in results.items()} == {0: "failed", 1: "accepted"}
+
+
+def test_a_fault_costs_one_more_forward_for_each_row_and_only_then(runner: Runner) -> None:
+    install_all(runner, [[5, 6], [7, POISON], [8, 9]])
+    model = poison(runner, "raise")
+    by_row(runner, plan(piece(0, 0, 2), piece(2, 0, 2)))
+    assert model.num_calls == 1
+    by_row(runner, plan(piece(0, 0, 2), piece(1, 0, 2), piece(2, 0, 2)))
+    assert model.num_calls == 1 + 1 + 3
+
+
+def test_input_out_of_range_fails_before_the_model_sees_it(runner: Runner) -> None:
+    runner.rows.install(install(0, [5, VOCAB_SIZE], [1]))
+    runner.rows.install(install(1, [5, 6], [2]))
+    model = poison(runner, "none")
+    results = by_row(runner, plan(piece(0, 0, 2), piece(1, 0, 2)))
+    assert (results[0].outcome, results[0].error) == ("failed", INVALID_INPUT)
+    assert results[1].outcome == "accepted"
+    assert by_row(runner, plan(piece(0, 0, 1, sample=False)))[0].error == INVALID_INPUT
+    assert model.num_calls == 1
+
+
+def test_a_plan_without_slices_is_done_at_once(runner: Runner) -> None:
+    assert runner.run(plan())[0] == ()
+
+
+def test_a_token_drawn_can_be_the_next_input_by_naming_its_plan(runner: Runner, loaded: Loaded) -> None:
+    install_all(runner, [[5, 6, 7]])
+    drawn = by_row(runner, plan(piece(0, 0, 3), plan_id=8))[0].token_ids[0]
+    result = by_row(runner, plan(piece(0, 3, 1, after_plan=plan(plan_id=8).plan_id), plan_id=9))[0]
+    assert result.token_ids == (argmax(loaded, [5, 6, 7, drawn]),)
+
+
+def test_padded_vocabulary_rows_are_never_drawn() -> None:
+    loaded = load(offline_config(str(tiny_checkpoint("padded-vocab")), block_size=4, num_blocks=64))
+    logits = logits_in_chunks(loaded, [list(range(3, 203))], 1000)[0]
+    assert (logits.argmax(dim=-1) >= VOCAB_SIZE).any(), "the checkpoint tempts nobody"
+    engine = OfflineEngine(loaded)
+    hot = SamplingParams(temperature=2.0)
+    drawn = engine.generate(prompts(6), max_tokens=24) + engine.generate(prompts(6), max_tokens=24, sampling=hot)
+    assert all(0 <= token < VOCAB_SIZE for tokens in drawn for token in tokens)
+
+
+def test_the_engine_gives_the_same_tokens_in_one_go_and_in_pieces(loaded: Loaded) -> None:
+    whole = OfflineEngine(loaded, max_num_batched_tokens=512).generate(prompts(6), max_tokens=20)
+    pieces = OfflineEngine(loaded, check_invariants=True, max_num_batched_tokens=7).generate(prompts(6), max_tokens=20)
+    tight = OfflineEngine(loaded, check_invariants=True, num_blocks=14, max_num_batched_tokens=16)
+    assert whole == pieces == tight.generate(prompts(6), max_tokens=20)
+    assert sum(output.num_preemptions for output in tight.outputs.values()) > 0

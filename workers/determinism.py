@@ -1,0 +1,96 @@
+"""The promise of --deterministic, and its proof at start-up.
+
+The promise: a sequence's tokens and log probabilities are bit-equal whatever else is in the batch,
+however its prompt is chunked, cached or recomputed. It holds because every operation computes a row by
+itself: packed linears and attention by kernels whose order of sums depends on nothing but the row
+(`workers.linear`, `workers.kernels`), the rest row by row. Linears that choose their kernel by the number
+of rows (oneDNN's bfloat16) do not promise it, so the mode decides how they are packed.
+
+The proof runs on the weights that will serve, because a promise about numerics is worth what was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import structlog
+import torch
+from torch import Tensor
+
+from workers import linear
+from workers.kernels.paged_attention import is_compiled_for, paged_attention
+from workers.kv_cache import KvCache, KvSpec
+from workers.linear import PackedLinear
+
+Mode = Literal["auto", "on", "off"]
+#: Batch sizes tried: alone, around the tile heights of kernels, and a prefill.
+_SIZES = (1, 2, 3, 5, 7, 8, 16, 31, 33, 70)
+log = structlog.get_logger()
+
+
+class NotDeterministic(RuntimeError):
+    """The mode was asked for and cannot be had; the message names what differs."""
+
+
+def wanted(mode: Mode, dtype: torch.dtype) -> bool:
+    """Whether to pack linears for it; asked before weights are loaded. "auto" takes it where it costs nothing."""
+    free = dtype != torch.bfloat16 or not linear.multiplies_bfloat16()
+    return mode == "on" or (mode == "auto" and free)
+
+
+def settle(mode: Mode, linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | None = None) -> bool:
+    """Tries the loaded weights, and attention over blocks as in `spec`: True if every bit agrees.
+
+    If one does not: raises NotDeterministic in mode "on", else logs it and returns False.
+    """
+    if mode == "off":
+        return False
+    difference = _first_difference(linears, spec)
+    if not difference:
+        return True
+    if mode == "on":
+        raise NotDeterministic(f"results depend on the batch in {difference}; run without --deterministic")
+    log.warning("deterministic_off", reason=f"results depend on the batch in {difference}")
+    return False
+
+
+def _first_difference(linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | None) -> str:
+    tried: set[tuple[int, int, torch.dtype]] = set()
+    for name, packed in linears:
+        shape = (packed.out_features, packed.in_features, packed.dtype)
+        if shape not in tried and not is_row_independent(packed):
+            return f"{name} ({packed.out_features} x {packed.in_features})"
+        tried.add(shape)
+    return "attention" if spec is not None and not is_attention_row_independent(spec) else ""
+
+
+def is_row_independent(packed: PackedLinear) -> bool:
+    """Whether rows give the same bits alone, in batches of several sizes, and moved to other places."""
+    rows = torch.randn((max(_SIZES), packed.in_features), generator=torch.Generator().manual_seed(1)).to(packed.dtype)
+    together = packed(rows)
+    order = torch.arange(len(rows)).roll(13)
+    return torch.equal(packed(rows[order]), together[order]) and all(torch.equal(packed(rows[-size:]), together[-size:]) for size in _SIZES)
+
+
+def is_attention_row_independent(spec: KvSpec) -> bool:
+    """Whether the last rows of a prompt give the same bits in one prefill, in chunks, and with batch mates."""
+    cache = KvCache(spec, num_blocks=-(-600 // spec.groups[0].tokens_per_block) + 1).layer(0)
+    _, kv_heads, block_size, head_dim = cache.key.shape
+    if not is_compiled_for("cpu", block_size, head_dim):
+        return False
+    generator = torch.Generator().manual_seed(1)
+    for part in cache:
+        part.copy_(torch.randn(part.shape, generator=generator))
+    query = torch.randn((600, 3 * kv_heads, head_dim), generator=generator).to(cache.key.dtype)
+    table = torch.randperm(-(-600 // block_size), generator=generator).int()[None]
+
+    def attend(rows: Tensor, lengths: list[tuple[int, int]]) -> Tensor:
+        starts = torch.tensor([0, *(count for count, _ in lengths)]).cumsum(0).int()
+        contexts = torch.tensor([context for _, context in lengths], dtype=torch.int32)
+        return paged_attention(rows, cache, starts, contexts, table.expand(len(lengths), -1).contiguous(), head_dim**-0.5)
+
+    together = attend(query, [(600, 600)])
+    chunked = attend(torch.cat((query[593:], query[:301])), [(7, 600), (301, 301)])
+    alone = attend(query[-1:], [(1, 600)])
+    return torch.equal(chunked, torch.cat((together[593:], together[:301]))) and torch.equal(alone, together[-1:])

@@ -1,0 +1,86 @@
+"""Noise without state: Gumbel(seed, absolute position, token id), and the draw that uses it.
+
+    key    = mix(seed XOR mix(position + 1))
+    bits   = mix(key + (id + 1) * GOLDEN)                  all modulo 2^64
+    u      = (bits >> 12 + 1/2) / 2^52                     in (0, 1), exact in float64
+    noise  = -log(-log(u))
+
+`mix` is splitmix64's finaliser, so a position's noise is the splitmix64 stream of its key, read at the
+token id. The draw is the argmax of score + noise: a sample of softmax(score) that depends on nothing
+else, neither on batch mates nor on which ids other filters removed. A replay draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers import simd
+from workers.native import FIRST_ARGUMENT, Body, NativeKernel, helper
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_LOG_2 = math.log(2)
+
+
+def mix(x: int) -> int:
+    """A bijection of 64-bit integers whose output bits each depend on every input bit."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31
+
+
+def noise_key(seed: int, position: int) -> int:
+    return mix(seed ^ mix(position + 1))
+
+
+def noise(key: int, token_id: int) -> float:
+    """The definition, one value at a time: what the compiled draw is tested against."""
+    bits = mix(key + (token_id + 1) * _GOLDEN & _MASK)
+    return -math.log(-math.log(((bits >> 12) + 0.5) / 2.0**52))
+
+
+def draw(scores: NDArray[np.float64], token_ids: NDArray[np.int64], key: int) -> int:
+    """The index into both arrays with the largest score + noise; the lowest on a tie. Not for empty arrays."""
+    result = np.zeros(1, dtype=np.int64)
+    signed = key - 2**64 if key >= 2**63 else key
+    _DRAW((), 1, scores.ctypes.data, token_ids.ctypes.data, len(scores), signed, result.ctypes.data)
+    return int(result[0])
+
+
+def compile_draw() -> None:
+    _DRAW.compile()
+
+
+@helper
+def _mix(x: np.uint64) -> np.uint64:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _build() -> Body:
+    def best(arguments: int) -> None:
+        at = arguments + FIRST_ARGUMENT
+        scores, token_ids, count = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16)
+        key, result = np.uint64(simd.read_int64(at + 24)), simd.read_int64(at + 32)
+        best_value, best_index = -math.inf, 0
+        for i in range(count):
+            bits = _mix(key + np.uint64(simd.read_int64(token_ids + i * 8) + 1) * np.uint64(_GOLDEN)) >> np.uint64(12)
+            score = simd.read_float64(scores + i * 8)
+            # -log(u) >= 1 - u, so noise <= -log(1 - u) <= log(2) * (1 + leading zeros of 1 - u): two
+            # logarithms are due only for the few ids that may lead.
+            from_above = np.uint64(2**52 - 1) - bits
+            if score + _LOG_2 * (simd.leading_zeros(np.int64(from_above)) - 10) < best_value:
+                continue
+            value = score - math.log(-math.log((np.float64(bits) + 0.5) * 2.0**-52))
+            if value > best_value:
+                best_value, best_index = value, i
+        simd.write_int64(result, best_index)
+
+    return best
+
+
+_DRAW = NativeKernel("gumbel_draw", _build)

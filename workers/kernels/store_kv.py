@@ -1,0 +1,86 @@
+"""store_kv: write this step's keys and values into the pool.
+
+    key, value [T, Hkv, D] (heads and dimensions contiguous, any token stride), slot_mapping [T] int64,
+    slot = block id * block_size + offset:  cache.key[block, h, offset] = key[t, h], likewise value
+
+Slots out of range are the caller's to refuse.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers import simd
+from workers.kernels import Case
+from workers.kv_cache import KvCache, LayerCache, full_attention_spec
+from workers.native import FIRST_ARGUMENT, Body, NativeKernel, log_reference_once, num_threads_for
+from workers.simd import FLOAT32
+
+NAME = "store_kv"
+
+
+def reference(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+    block_size = cache.key.shape[2]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    cache.key[blocks, :, offsets] = key
+    cache.value[blocks, :, offsets] = value
+
+
+def store_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+    head_dim = key.shape[2]
+    if key.device.type != "cpu" or any(x.stride()[1:] != (head_dim, 1) for x in (key, value)):
+        log_reference_once(NAME, key.device.type)
+        return reference(key, value, cache, slot_mapping)
+    _STORE(
+        (simd.KINDS[key.dtype],), num_threads_for(key.numel()),
+        key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), *key.shape, slot_mapping.data_ptr(),
+        cache.key.data_ptr(), *cache.key.stride(), cache.value.data_ptr(), *cache.value.stride(), cache.key.shape[2],
+    )  # fmt: skip
+
+
+def _build(kind: int) -> Body:
+    size = 4 if kind == FLOAT32 else 2
+
+    def store(arguments: int) -> None:
+        at = arguments + FIRST_ARGUMENT
+        num_tokens, heads, head_dim, slots = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.read_int64(at + 48), simd.read_int64(at + 56)
+        block_size = simd.read_int64(at + 144)
+        while True:
+            token = simd.claim(arguments)
+            if token >= num_tokens:
+                return
+            slot = simd.read_int64(slots + token * 8)
+            block, offset = slot // block_size, slot % block_size
+            for part in range(2):
+                source = simd.read_int64(at + part * 16) + token * simd.read_int64(at + part * 16 + 8) * size
+                view = at + 64 + part * 40
+                by_block, by_head = simd.read_int64(view + 8), simd.read_int64(view + 16)
+                by_offset, by_dimension = simd.read_int64(view + 24) * size, simd.read_int64(view + 32) * size
+                for head in range(heads):
+                    target = simd.read_int64(view) + (block * by_block + head * by_head) * size + offset * by_offset
+                    for i in range(head_dim):
+                        simd.copy_element(source + (head * head_dim + i) * size, target + i * by_dimension, kind)
+
+    return store
+
+
+_STORE = NativeKernel(NAME, _build)
+
+
+def compile_for(dtype: torch.dtype) -> None:
+    _STORE.compile(simd.KINDS[dtype])
+
+
+def _case(num_tokens: int, heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> Case:
+    def arguments() -> tuple[Tensor | LayerCache, ...]:
+        generator = torch.Generator().manual_seed(num_tokens)
+        cache = KvCache(full_attention_spec(2, heads, head_dim, block_size, dtype), num_blocks=20)
+        cache.blocks.zero_()
+        merged = torch.randn((num_tokens, 2 * heads, head_dim), generator=generator).to(dtype)
+        return merged[:, :heads], merged[:, heads:], cache.layer(1), torch.randperm(20 * block_size, generator=generator)[:num_tokens]
+
+    return Case(f"{num_tokens}x{heads}x{head_dim}-blocks{block_size}-{dtype}", arguments, tolerance=0.0)
+
+
+CASES = [_case(*shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16) for shape in ((1, 3, 64, 16), (7, 1, 16, 4), (200, 4, 128, 32))]
