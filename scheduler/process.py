@@ -71,11 +71,12 @@ class SchedulerProcess:
         self._log: EventLog | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._schedule_s = 0.0
+        self._deadline: float | None = None  #: of draining, once it is asked for
 
     def run(self) -> None:
-        """Until the launcher hangs up."""
+        """Until the launcher hangs up, or what it wanted finished is finished."""
         try:
-            while self._drain_control():
+            while self._drain_control() and not self._is_drained():
                 self._drain_workers()
                 self._drain_frontends()
                 if self._core is not None:
@@ -110,11 +111,17 @@ class SchedulerProcess:
                 case PeerLost():
                     self._disconnect(message)
                 case Drain():
+                    self._deadline = time.monotonic() + message.timeout_s
                     self._handle(message)
                 case Start() | Progress():
                     pass  # Start was consumed on entry; progress is for frontends
                 case _:
                     assert_never(message)
+
+    def _is_drained(self) -> bool:
+        if self._deadline is None:
+            return False
+        return self._core is None or not self._core.sequences or time.monotonic() >= self._deadline
 
     def _drain_workers(self) -> None:
         for channel in list(self._workers.values()):

@@ -1,0 +1,147 @@
+"""The ASGI application: one request from its first header to its record.
+
+Every request gets an id and a record, is matched to an endpoint, must be allowed to call it, and is answered by it; what
+is refused or fails on the way becomes an error in OpenAI's shape. The order is fixed: who may not call learns nothing,
+not even which routes exist.
+This module must not know what endpoints do.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import compile_path
+from starlette.types import Message, Receive, Scope, Send
+
+from frontend import request_context
+from frontend.auth import Authenticator
+from frontend.endpoints import Endpoint
+from frontend.errors import ApiError, internal_error, method_not_allowed, route_not_found
+from frontend.generation import ClientGoneError
+from frontend.request_context import RequestContext
+from frontend.request_metrics import CLIENT_CLOSED, RequestRecord
+from frontend.services import Services
+from pagemill.telemetry import get_logger
+
+#: The key in a scope's `extensions` under which the HTTP server offers to drop the connection.
+ABORT_EXTENSION = "pagemill.abort"
+UNMATCHED = "unmatched"
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+log = get_logger("frontend.app")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path of one endpoint. `pattern` names it in records and metrics."""
+
+    pattern: str
+    regex: re.Pattern[str]
+    methods: frozenset[str]
+    endpoint: Endpoint
+
+
+class Application:
+    """One per frontend process."""
+
+    def __init__(self, services: Services, endpoints: Mapping[str, Endpoint]) -> None:
+        self._services = services
+        self._auth = Authenticator(services.config.api_keys, services.config.admin_keys)
+        self.routes = [_route(path, endpoint) for endpoint in endpoints.values() for path in endpoint.PATHS]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is served here, not {scope['type']}")
+        route, params = self._match(scope["path"])
+        pattern = UNMATCHED if route is None else route.pattern
+        record = self._services.ledger.open(method=scope["method"], endpoint=pattern, request_id=secrets.token_hex(16))
+        out = _Out(send, _client_id(scope) or record.request_id)
+        try:
+            response = await self._respond({**scope, "path_params": params}, receive, record, route)
+            await response(scope, receive, out)
+        except ClientGoneError:
+            pass
+        except Exception:
+            log.exception("response_failed", request_id=record.request_id)
+            if out.status == 0:
+                await _error_response(internal_error())(scope, receive, out)
+            else:
+                raise  # the server cuts the connection: the client must not take half a reply for a whole one
+        finally:
+            self._services.ledger.close(record, out.status or CLIENT_CLOSED)
+
+    def _match(self, path: str) -> tuple[Route | None, dict[str, Any]]:
+        for route in self.routes:
+            match = route.regex.match(path)
+            if match is not None:
+                return route, match.groupdict()
+        return None, {}
+
+    async def _respond(self, scope: Scope, receive: Receive, record: RequestRecord, route: Route | None) -> Response:
+        """The endpoint's response, or the one that says why there is none. Raises ClientGoneError."""
+        try:
+            key_id = self._auth.identify(scope)
+            if route is None:
+                raise route_not_found()
+            if scope["method"] == "OPTIONS":
+                return Response(status_code=204, headers={"Allow": _allowed(route)})
+            if scope["method"] not in route.methods:
+                raise method_not_allowed(_allowed(route))
+            request_context.attach(scope, RequestContext(record, key_id, _connection_cutter(scope)))
+            return await route.endpoint.handle(Request(scope, receive), self._services)
+        except ApiError as error:
+            record.refuse(error.code)
+            return _error_response(error)
+        except ClientGoneError:
+            raise
+        except Exception:
+            log.exception("request_failed", request_id=record.request_id)
+            return _error_response(internal_error())
+
+
+class _Out:
+    """Passes messages to the client, puts the request id on the response, and remembers the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status = 0  #: 0 until the response has begun
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["X-Request-Id"] = self._request_id
+        await self._send(message)
+
+
+def _route(path: str, endpoint: Endpoint) -> Route:
+    regex, _, _ = compile_path(path)
+    methods = frozenset(endpoint.METHODS)
+    return Route(path, regex, methods | {"HEAD"} if "GET" in methods else methods, endpoint)
+
+
+def _allowed(route: Route) -> str:
+    return ", ".join(sorted(route.methods | {"OPTIONS"}))
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body, error.status, headers=error.headers, media_type="application/json")
+
+
+def _client_id(scope: Scope) -> str | None:
+    """The client's own id for the request, if it is fit to be said back. It names nothing in here."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _CLIENT_ID.fullmatch(given) else None
+
+
+def _connection_cutter(scope: Scope) -> Callable[[], None]:
+    cut: Callable[[], None] = scope.get("extensions", {}).get(ABORT_EXTENSION, lambda: None)
+    return cut

@@ -1,0 +1,144 @@
+"""Bodies of requests: read under a cap, looked over, and decoded strictly.
+
+A body is counted while it arrives and must arrive in time. Before anything parses it, its nesting is measured, so that
+no parser meets 20,000 brackets; a large one is looked over and decoded in a thread, so that streams go on. JSON is
+strict: no NaN, no lone surrogates, no invalid UTF-8, no key twice. What is wrong is said with the field's name and
+without its value. This module must not know what fields mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from frontend import request_fields
+from frontend.errors import ApiError, body_timeout, body_too_large, invalid_json, invalid_value, unsupported_media_type
+from frontend.generation import ClientGoneError
+from frontend.request_fields import EndpointName
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_DEPTH = 64
+#: What one body may consist of. Ten thousand messages with parts, or a million token ids, stay below.
+MAX_CONTAINERS = 100_000
+MAX_STRINGS = 400_000
+MAX_VALUES = 1_000_000
+MAX_FIELDS = 1_000
+BODY_TIMEOUT_S = 60.0
+#: Bodies above this size are decoded in a thread.
+_LARGE_BYTES = 64 * 1024
+
+_OTHERS = bytes(byte for byte in range(256) if byte not in b"[]{}:,")
+_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_INNERMOST = re.compile(rb"\[[^\[\]]*\]")
+#: What msgspec says of a wrong value: types and names of required fields, then the path.
+_COMPLAINT = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$(?P<path>[^`]*)`)?", re.DOTALL)
+_SAFE_COMPLAINT = re.compile(r"Expected `[a-z| ]+`, got `[a-z]+`|Object missing required field `[a-z_]+`")
+
+Fields = dict[str, msgspec.Raw]
+Body = TypeVar("Body")
+
+
+async def read_json(request: Request) -> bytes:
+    """The body of a request that claims to be JSON. Raises ApiError (408, 413, 415) or ClientGoneError."""
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise unsupported_media_type()
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise body_too_large(MAX_BODY_BYTES)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise body_too_large(MAX_BODY_BYTES)
+    except TimeoutError:
+        raise body_timeout() from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return bytes(body)
+
+
+async def decode(data: bytes, decoder: msgspec.json.Decoder[Body], endpoint: EndpointName | None = None) -> tuple[Body, Fields]:
+    """A body as its struct, and its top-level fields undecoded. Raises ApiError (400)."""
+    if len(data) < _LARGE_BYTES:
+        return _decode(data, decoder, endpoint)
+    return await asyncio.to_thread(_decode, data, decoder, endpoint)
+
+
+_fields_decoder = msgspec.json.Decoder(Fields)
+
+
+def _decode(data: bytes, decoder: msgspec.json.Decoder[Body], endpoint: EndpointName | None) -> tuple[Body, Fields]:
+    num_keys = look_over(data)
+    try:
+        fields = _fields_decoder.decode(data)
+    except msgspec.ValidationError:
+        raise invalid_json("The request body must be a JSON object.") from None
+    except (msgspec.MsgspecError, RecursionError):
+        raise invalid_json() from None
+    if num_keys != len(fields):
+        raise invalid_json("The request body has a field twice.")
+    if endpoint is not None:
+        request_fields.check_names(endpoint, fields)
+    try:
+        return decoder.decode(data), fields
+    except msgspec.ValidationError as error:
+        raise _complaint(str(error), endpoint) from None
+    except msgspec.MsgspecError:
+        raise invalid_json() from None
+
+
+def look_over(data: bytes) -> int:
+    """The number of keys of the outermost object. Raises ApiError (400) for what no parser should meet.
+
+    Works in time linear in the body whatever it contains. Escapes go first, so that every quote left begins or ends a
+    string; then strings go; of the rest only brackets and colons matter. Then the innermost pairs of brackets are
+    taken away until one is left: so many times, so deep.
+    """
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        raise invalid_json("The request body is not valid UTF-8.") from None
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 2 * MAX_STRINGS:
+        raise invalid_json(f"The request body has more than {MAX_STRINGS} strings.")
+    structure = b"".join(plain.split(b'"')[::2]).translate(_AS_BRACKETS, delete=_OTHERS)
+    if structure.count(b"[") > MAX_CONTAINERS:
+        raise invalid_json(f"The request body has more than {MAX_CONTAINERS} arrays and objects.")
+    if structure.count(b",") > MAX_VALUES:
+        raise invalid_json(f"The request body has more than {MAX_VALUES} values.")
+    return _count_fields(structure.replace(b",", b""))
+
+
+def _count_fields(structure: bytes) -> int:
+    """Colons within the outermost brackets and no others."""
+    for _ in range(MAX_DEPTH):
+        if structure.count(b"[") <= 1:
+            num_fields = structure.count(b":")
+            if num_fields > MAX_FIELDS:
+                raise invalid_json(f"The request body has more than {MAX_FIELDS} fields.")
+            return num_fields
+        shorter = _INNERMOST.sub(b"", structure)
+        if len(shorter) == len(structure):
+            raise invalid_json()  # brackets that do not match
+        structure = shorter
+    raise invalid_json(f"The request body is nested more than {MAX_DEPTH} deep.")
+
+
+def _complaint(text: str, endpoint: EndpointName | None) -> ApiError:
+    """msgspec's complaint in our words: it may quote the value, which is not said back."""
+    match = _COMPLAINT.fullmatch(text)
+    assert match is not None
+    path: str = match["path"] or ""
+    param = path.removeprefix(".").replace("[...]", "") or None
+    if endpoint is not None and param is not None and param in request_fields.UNDERSTOOD[endpoint]:
+        return request_fields.broken(endpoint, param)
+    what = match["what"] if _SAFE_COMPLAINT.fullmatch(match["what"]) else "It has a value that is not allowed"
+    name = "The request body" if param is None else f"'{param}'"
+    return invalid_value(param, f"{name} is not valid. {what.replace('`', '')}.")

@@ -1,0 +1,69 @@
+"""POST /v1/completions: raw prompts in, as texts or as token ids, their continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend import body
+from frontend.choice import Delta, Finish, TokenEntry
+from frontend.generation import Generation
+from frontend.logprobs import completion_logprobs
+from frontend.openai_types import Completion, CompletionBody, CompletionChoice, CompletionLogprobs
+from frontend.replies import Outcome, reply
+from frontend.reply_format import ChunkWriter, encoder, usage_of
+from frontend.request_context import context_of
+from frontend.services import Services
+from frontend.token_bytes import TokenBytes
+from frontend.unknown_fields import note_unknown_fields
+from frontend.validation import GenerationRequest, completion_request
+
+PATHS = ("/v1/completions",)
+METHODS = ("POST",)
+
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+async def handle(request: Request, services: Services) -> Response:
+    text = services.require_text()
+    context = context_of(request)
+    completion, fields = await body.decode(await body.read_json(request), _decoder, "completions")
+    note_unknown_fields("completions", fields, services, context.record)
+    wanted, prompts = completion_request(completion, text.facts)
+    generation = await text.submitter.completion(wanted, prompts, context.record, context.key_id)
+    form = CompletionFormat(f"cmpl-{context.record.request_id}", wanted, text.tokenizer.token_bytes)
+    return await reply(request, generation, form, stream=wanted.stream)
+
+
+class CompletionFormat:
+    """Writes completions; chunks of a stream have the shape of the whole."""
+
+    def __init__(self, reply_id: str, request: GenerationRequest, token_bytes: TokenBytes) -> None:
+        self._writer = ChunkWriter(reply_id, "text_completion", request, token_bytes)
+        self._with_logprobs = request.text.logprobs
+
+    def first(self, choice: int, generation: Generation) -> None:
+        return None
+
+    def text(self, delta: Delta, generation: Generation) -> bytes:
+        return self._writer.chunk(CompletionChoice(delta.choice, delta.text, self._logprobs(delta.entries), None), generation)
+
+    def finish(self, choice: int, finish: Finish, generation: Generation) -> bytes:
+        return self._writer.chunk(CompletionChoice(choice, "", None, finish.reason, finish.stop_reason), generation)
+
+    def usage(self, generation: Generation) -> bytes | None:
+        return self._writer.usage(generation)
+
+    def whole(self, outcomes: list[Outcome], generation: Generation) -> bytes:
+        choices = [self._choice(index, outcome) for index, outcome in enumerate(outcomes)]
+        return encoder.encode(Completion(self._writer.id, self._writer.created, self._writer.model, choices, usage_of(generation)))
+
+    def _choice(self, index: int, outcome: Outcome) -> CompletionChoice:
+        assert outcome.finish is not None
+        return CompletionChoice(index, "".join(outcome.text), self._logprobs(outcome.entries), outcome.finish.reason, outcome.finish.stop_reason)
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> CompletionLogprobs | None:
+        return completion_logprobs(entries, self._writer.token_bytes) if self._with_logprobs else None

@@ -1,0 +1,162 @@
+"""The catalogue of everything a client can be told when it does not get what it asked for.
+
+Errors have OpenAI's shape, four keys always, and short fixed texts: what a client sent, file names and exception
+texts never come back in one. Numbers and names of fields do, and the message of a chat template, cut to size.
+Code that refuses raises an `ApiError` made by one of the functions below; the application renders it.
+This module must not know how a request is served.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pagemill.messages import Rejection
+
+#: An error body stays below 4 KiB: message and param are cut.
+MAX_MESSAGE_BYTES = 1024
+MAX_PARAM_CHARACTERS = 128
+
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A refusal or a failure with its HTTP status. `headers` are added to the response."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = None if param is None else param[:MAX_PARAM_CHARACTERS]
+        self.headers = headers or {}
+        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+        self.detail = ErrorDetail(_cut(message), kind, self.param, code)
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.detail))
+
+
+def _cut(message: str) -> str:
+    """On one line, and short; JSON's escapes can at most double what is left."""
+    printable = "".join(character if character.isprintable() else " " for character in message[:MAX_MESSAGE_BYTES])
+    return printable.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
+
+
+def field_name(name: str) -> str | None:
+    """A client's own field name, if it is harmless enough to be said back."""
+    return name if _FIELD_NAME.fullmatch(name) else None
+
+
+# --- 400: the request is wrong ---------------------------------------------------------------------------
+
+
+def invalid_value(param: str | None, message: str) -> ApiError:
+    return ApiError(400, "invalid_value", message, param)
+
+
+def invalid_json(message: str = "The request body is not valid JSON.") -> ApiError:
+    return ApiError(400, "invalid_json", message)
+
+
+def unsupported_parameter(param: str, message: str | None = None) -> ApiError:
+    return ApiError(400, "unsupported_parameter", message or f"'{param}' is not supported by this server.", param)
+
+
+def unknown_parameter(name: str) -> ApiError:
+    known = field_name(name)
+    return ApiError(400, "unknown_parameter", f"Nobody knows the field '{known or '(unprintable)'}', and this server runs with --strict-request.", known)
+
+
+def context_length_exceeded(param: str, max_model_len: int, asked: str) -> ApiError:
+    """`asked` names the number of tokens asked for, in words."""
+    return ApiError(400, "context_length_exceeded", f"This model's context length is {max_model_len} tokens, but {asked}.", param)
+
+
+# --- the client may not, or came to the wrong place ------------------------------------------------------
+
+
+def invalid_api_key() -> ApiError:
+    message = "A valid API key is required: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+    return ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def debug_forbidden() -> ApiError:
+    return ApiError(403, "forbidden", "Debug routes answer to loopback clients only, or to an admin key where one is set.")
+
+
+def route_not_found() -> ApiError:
+    return ApiError(404, "not_found", "There is no such route.")
+
+
+def model_not_found() -> ApiError:
+    return ApiError(404, "model_not_found", "This server does not serve that model; GET /v1/models lists what it serves.", "model")
+
+
+def method_not_allowed(allowed: str) -> ApiError:
+    return ApiError(405, "method_not_allowed", f"This route answers to {allowed}.", headers={"Allow": allowed})
+
+
+def body_timeout() -> ApiError:
+    return ApiError(408, "timeout", "The request body did not arrive in time.", headers={"Connection": "close"})
+
+
+def body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, "too_large", f"The request body exceeds {max_bytes} bytes.", headers={"Connection": "close"})
+
+
+def unsupported_media_type() -> ApiError:
+    return ApiError(415, "unsupported_media_type", "The request body must be JSON: send 'Content-Type: application/json'.")
+
+
+# --- the server cannot, or not now -----------------------------------------------------------------------
+
+
+def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
+    return ApiError(503, "unavailable", message, headers={"Retry-After": str(retry_after_s)})
+
+
+def queue_full() -> ApiError:
+    return ApiError(429, "rate_limit_exceeded", "Too many requests are waiting.", headers={"Retry-After": "1"})
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "internal_error", "The server failed on this request.", headers={"x-should-retry": "false"})
+
+
+def generation_failed() -> ApiError:
+    return ApiError(500, "generation_failed", "The model failed on this request.", headers={"x-should-retry": "false"})
+
+
+def scheduler_lost() -> ApiError:
+    return ApiError(503, "unavailable", "The scheduler is gone; the request was not finished.", headers={"Retry-After": "1"})
+
+
+def too_slow_reader() -> ApiError:
+    return ApiError(503, "too_slow", "The client did not read its stream; the request was aborted.")
+
+
+def rejected(rejection: Rejection) -> ApiError:
+    """Why the scheduler will not run a sequence."""
+    match rejection.reason:
+        case "exceeds_model_length":
+            return context_length_exceeded("messages", rejection.available, f"{rejection.required} tokens were asked for")
+        case "exceeds_kv_cache":
+            message = f"The request needs room for {rejection.required} tokens, but the KV cache holds {rejection.available}."
+            return ApiError(400, "context_length_exceeded", message)
+        case "queue_full":
+            return queue_full()
+        case _:
+            return invalid_value(None, "The scheduler refused this request.")

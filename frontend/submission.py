@@ -1,0 +1,154 @@
+"""From a valid request to running sequences: prompts become ids and prefix keys, choices become `AddRequest`s.
+
+Long prompts are encoded and hashed in a thread of their own pool, so that they delay neither streams nor each other's
+neighbours; short ones are done on the spot. A sequence is one choice of one prompt: `choice = prompt index * n + k`.
+This module must not know HTTP or the shape of replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from frontend.chat_template import Message
+from frontend.choice import Choice
+from frontend.engine import Engine
+from frontend.errors import context_length_exceeded, invalid_value
+from frontend.generation import Generation
+from frontend.readiness import Readiness
+from frontend.request_metrics import RequestRecord
+from frontend.tokenizer import Tokenizer
+from frontend.validation import GenerationRequest, Prompts
+from pagemill.config import FrontendConfig
+from pagemill.keys import cache_domain, choice_seed, prefix_keys, root_key
+from pagemill.messages import AddRequest, Limits, SchedulerReady, unpack_ids
+from pagemill.telemetry import get_logger
+
+#: Texts of fewer characters are encoded in the event loop: it takes less than a step.
+_SHORT_CHARACTERS = 4096
+_NUM_THREADS = 4
+
+log = get_logger("frontend.submission")
+
+Encode = Callable[[], Sequence[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt that fits, ready for the scheduler."""
+
+    num_tokens: int
+    packed_ids: bytes
+    max_tokens: int
+    prefix_keys: bytes
+
+
+class Submitter:
+    """Starts generations. One per frontend process."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, engine: Engine, readiness: Readiness) -> None:
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._readiness = readiness
+        self._prefix_caching = config.prefix_caching
+        self._shared = config.shared_prefix_cache
+        self._fingerprint = config.model_fingerprint
+        self._cache_secret = config.cache_secret
+        self._log_texts = config.log_requests
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+
+    async def chat(self, request: GenerationRequest, messages: Sequence[Message], record: RequestRecord, key_id: str) -> Generation:
+        texts = [message["content"] for message in messages]
+        return await self._start(request, texts, lambda: [self._tokenizer.encode_chat(messages)], record, key_id)
+
+    async def completion(self, request: GenerationRequest, prompts: Prompts, record: RequestRecord, key_id: str) -> Generation:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+
+        def encode() -> Sequence[list[int]]:
+            return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        return await self._start(request, texts, encode, record, key_id)
+
+    async def run(self, work: Callable[[], list[int]], num_characters: int) -> list[int]:
+        """Tokenizer work of an endpoint, in a thread if it may take long."""
+        if num_characters < _SHORT_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self, request: GenerationRequest, texts: Sequence[str], encode: Encode, record: RequestRecord, key_id: str) -> Generation:
+        geometry = self._readiness.require()
+        self._refuse_hopeless(request, texts, geometry)
+        root = self._root(key_id)
+
+        def prepare() -> list[_Prompt]:
+            return [_prompt(ids, request, geometry, root) for ids in encode()]
+
+        if sum(map(len, texts)) < _SHORT_CHARACTERS and texts:
+            prompts = prepare()
+        else:
+            prompts = await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+        self._readiness.require()  # it may have changed meanwhile
+        return self._submit(request, prompts, root, record)
+
+    def _refuse_hopeless(self, request: GenerationRequest, texts: Sequence[str], geometry: SchedulerReady) -> None:
+        """Spares the tokenizer a text that cannot fit, judged by its length in bytes."""
+        for text in texts:
+            num_tokens = self._tokenizer.min_tokens(text)
+            if num_tokens > geometry.max_model_len:
+                raise context_length_exceeded(request.prompt_field, geometry.max_model_len, f"the prompt has at least {num_tokens}")
+
+    def _root(self, key_id: str) -> bytes:
+        if not self._prefix_caching:
+            return b""
+        return root_key(self._fingerprint, b"", cache_domain(self._cache_secret, "" if self._shared else key_id))
+
+    def _submit(self, request: GenerationRequest, prompts: Sequence[_Prompt], root: bytes, record: RequestRecord) -> Generation:
+        num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+        choices = [Choice(index, self._tokenizer.token_bytes, request.text) for index in range(len(prompts) * request.n)]
+        generation = Generation(self._engine, record, choices, num_prompt_tokens, request.n, log_texts=self._log_texts)
+        number, arrival = self._engine.new_request(), time.time()
+        sequences = [
+            AddRequest(
+                key=self._engine.key(number, choice.index),
+                request_id=record.request_id,
+                prompt_ids=prompt.packed_ids,
+                output_ids=b"",
+                sampling=request.sampling,
+                limits=Limits(max_tokens=prompt.max_tokens),
+                seed=choice_seed(request.seed, choice.index),
+                priority=request.priority,
+                arrival=arrival,
+                root=root,
+                prefix_keys=prompt.prefix_keys,
+            )
+            for choice in choices
+            for prompt in (prompts[choice.index // request.n],)
+        ]
+        record.describe(
+            stream=request.stream,
+            n=request.n,
+            max_tokens=max(prompt.max_tokens for prompt in prompts),
+            num_prompt_tokens=num_prompt_tokens,
+            num_prompts=len(prompts),
+        )
+        if self._log_texts:
+            for index, prompt in enumerate(prompts):
+                log.info("prompt_submitted", request_id=record.request_id, prompt=index, text=self._tokenizer.decode(unpack_ids(prompt.packed_ids)))
+        generation.start(sequences)
+        return generation
+
+
+def _prompt(ids: list[int], request: GenerationRequest, geometry: SchedulerReady, root: bytes) -> _Prompt:
+    if not ids:
+        raise invalid_value(request.prompt_field, f"'{request.prompt_field}' must yield at least one token.")
+    max_tokens = request.max_tokens_for(len(ids), geometry.max_model_len)
+    packed = array("i", ids)
+    keys = prefix_keys(root, packed, geometry.block_size) if root else b""
+    return _Prompt(len(ids), packed.tobytes(), max_tokens, keys)

@@ -1,0 +1,82 @@
+"""Looking over a body before any parser sees it, and complaints that name fields and never say values back."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend import body
+from frontend.errors import ApiError
+from frontend.openai_types import ChatBody
+
+TEXT = st.text(st.sampled_from('"\\[]{}:,ab\u00e9\n'), max_size=6)
+JSON = st.recursive(st.none() | st.integers() | TEXT, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
+SIZE = body.MAX_BODY_BYTES - 100
+
+
+@given(st.dictionaries(TEXT, JSON, max_size=4), st.booleans())
+def test_the_fields_of_any_object_are_counted(fields: dict[str, object], ascii_only: bool) -> None:
+    assert body.look_over(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "replace")) == len(fields)
+
+
+@pytest.mark.parametrize("text", ['"', "\\", '\\"', "[", "]{", ":", "\\\\", '":"', "\n"])
+def test_what_stands_in_strings_is_not_structure(text: str) -> None:
+    assert body.look_over(json.dumps({text: [text, {text: text}], "b": 1}).encode()) == 2
+
+
+def test_depth_is_counted_exactly() -> None:
+    deepest = b'{"a":' + b"[" * (body.MAX_DEPTH - 1) + b"]" * (body.MAX_DEPTH - 1) + b"}"
+    assert body.look_over(deepest) == 1
+    with pytest.raises(ApiError, match="nested"):
+        body.look_over(deepest.replace(b"[]", b"[[]]"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * SIZE, b"[]" * (SIZE // 2), (b"[" * 64 + b"]" * 64) * (SIZE // 128), b'"' * SIZE, b'{"a":' + b'"\\' * (SIZE // 2), b'{"a":"' + b"\\" * SIZE],
+    ids=["open", "pairs", "deep", "quotes", "escaped quotes", "backslashes"],
+)
+def test_the_largest_hostile_bodies_are_looked_over_quickly(data: bytes) -> None:
+    started = time.process_time()
+    try:
+        body.look_over(data)
+    except ApiError:
+        pass
+    assert time.process_time() - started < 2.0  # a quadratic look takes minutes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{" + b",".join(b'"%d":1' % index for index in range(1001)) + b"}",
+        b'{"prompt":[' + b"1," * 1_000_001 + b"1]}",
+        b'{"prompt":[' + b'"",' * 400_001 + b'""]}',
+    ],
+    ids=["fields", "values", "strings"],
+)
+def test_bodies_of_too_many_parts_are_refused(data: bytes) -> None:
+    with pytest.raises(ApiError, match="more than"):
+        body.look_over(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ('{"messages":[{"role":"SECRET","content":{"SECRET":1}}]}', "messages[0].content"),
+        ('{"messages":[{"role":1}]}', "messages[0].role"),
+        ('{"stream_options":{"include_usage":"SECRET"}}', "stream_options.include_usage"),
+        ('{"logit_bias":{"SECRET":"SECRET"}}', "logit_bias"),
+        ('{"temperature":"SECRET"}', "temperature"),
+        ('{"n":99999999999999999999999.5}', "n"),
+    ],
+)
+def test_complaints_name_the_field_and_not_the_value(text: str, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        body._decode(text.encode(), msgspec.json.Decoder(ChatBody), "chat")
+    assert caught.value.param == param
+    assert b"SECRET" not in caught.value.body

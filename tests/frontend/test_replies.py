@@ -1,0 +1,207 @@
+"""Streams and buffered replies when things go wrong: clients leave, do not read, wait; sequences fail, repeat, end early."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+
+from frontend import replies
+from pagemill.messages import AbortRequest, AddRequest
+from tests.helpers.event_stream import parse, parse_response
+from tests.helpers.fake_scheduler import DEADLINE_S, Refuse, Step, counting, logprobs_of
+from tests.helpers.frontend_server import RunningFrontend
+
+PATH = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+ENDLESS = [Step((40 + index % 20,)) for index in range(100_000)]
+
+
+def post_raw(port: int, body: dict[str, object], *, receive_buffer: int | None = None) -> socket.socket:
+    """Sends a request on a socket of its own, of which the test decides how it is read and closed."""
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(DEADLINE_S)
+    connection.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """Everything up to the connection's end, be it orderly or a reset."""
+    received = b""
+    try:
+        while piece := connection.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves_a_stream_ends_its_sequences(n: int, frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: list(ENDLESS)
+    with post_raw(frontend.port, {"messages": HELLO, "stream": True, "n": n}) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    frontend.scheduler.wait_for(AbortRequest, count=n)
+    frontend.scheduler.wait_idle()
+
+
+def test_a_client_that_leaves_before_its_buffered_reply_ends_its_sequences(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: [Step()] * 100_000
+    with post_raw(frontend.port, {"messages": HELLO, "n": 2}):
+        frontend.scheduler.wait_for(AddRequest, count=2)
+    frontend.scheduler.wait_for(AbortRequest, count=2)
+
+
+def test_many_clients_that_leave_leave_nothing_behind(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: list(ENDLESS[:2000])
+    for _ in range(100):
+        with post_raw(frontend.port, {"messages": HELLO, "stream": True}) as connection:
+            connection.recv(1)
+    frontend.scheduler.wait_for(AbortRequest, count=100)
+    assert frontend.services.engine.num_sequences == 0
+
+
+def test_a_client_that_does_not_read_is_cut_and_its_sequence_ended(frontend: RunningFrontend) -> None:
+    wide = logprobs_of(-1.0, dict.fromkeys(range(20), -1.0))
+    frontend.scheduler.script = lambda _: [Step(step.tokens, logprobs=(wide,)) for step in ENDLESS]
+    with post_raw(frontend.port, {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}, receive_buffer=4096) as connection:
+        frontend.scheduler.wait_for(AbortRequest)
+        assert b"[DONE]" not in read_to_end(connection)
+    frontend.scheduler.script = counting
+    assert parse_response(frontend.post(PATH, messages=HELLO, max_tokens=2, stream=True)).done
+
+
+def test_a_burst_that_arrives_at_once_is_not_held_against_the_reader(frontend: RunningFrontend) -> None:
+    frontend.scheduler.burst = 400
+    frontend.scheduler.script = counting
+    assert parse_response(frontend.post(PATH, messages=HELLO, max_tokens=450, stream=True)).usage is None
+    assert frontend.post(PATH, messages=HELLO, max_tokens=450).json()["usage"]["completion_tokens"] == 450
+
+
+def test_a_slow_client_gets_everything_while_others_go_on(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda request: [*ENDLESS[: request.limits.max_tokens - 1], Step((40,), "length")]
+    with post_raw(frontend.port, {"messages": HELLO, "stream": True, "max_tokens": 50}):
+        for _ in range(5):
+            assert parse_response(frontend.post(PATH, messages=HELLO, max_tokens=5, stream=True)).done
+
+
+def test_an_idle_stream_is_kept_alive_and_a_waiting_one_begins(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(replies, "PATIENCE_S", 0.02)
+    frontend.scheduler.gate.clear()
+    with frontend.client.stream("POST", PATH, json={"messages": HELLO, "stream": True, "max_tokens": 2}) as response:
+        received = ""
+        for piece in response.iter_text():
+            received += piece
+            if received.count(": keep-alive\n\n") == 3:
+                frontend.scheduler.gate.set()
+    stream = parse(received)
+    assert stream.comments >= 3
+    assert (stream.done, stream.finish_reasons()) == (True, ["length"])
+
+
+def test_a_sequence_that_the_server_ends_has_a_last_chunk(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: [Step((40,)), Step((), "abort")]
+    stream = parse_response(frontend.post(PATH, messages=HELLO, stream=True))
+    assert (stream.done, stream.finish_reasons()) == (True, ["abort"])
+    assert frontend.post(PATH, messages=HELLO).json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_failure_in_a_stream_is_an_event_and_in_a_buffered_reply_a_500(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: [Step((40,)), Step(), Step((), "error", error="/secret/path")]
+    stream = parse_response(frontend.post(PATH, messages=HELLO, stream=True))
+    response = frontend.post(PATH, messages=HELLO)
+    assert response.status_code == 500
+    assert response.headers["x-should-retry"] == "false"
+    for error in (stream.error, response.json()["error"]):
+        assert error is not None
+        assert (error["type"], error["code"]) == ("server_error", "generation_failed")
+        assert "secret" not in str(error)
+    assert stream.done
+
+
+def test_one_failed_choice_ends_the_others(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda request: [Step((), "error")] if request.key.choice else list(ENDLESS)
+    assert frontend.post(PATH, messages=HELLO, n=2).status_code == 500
+    frontend.scheduler.wait_for(AbortRequest)
+
+
+def test_an_unexpected_exception_in_a_stream_is_an_event_without_details(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> bytes:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("frontend.reply_format.ChunkWriter.usage", explode)
+    stream = parse_response(frontend.post(PATH, messages=HELLO, max_tokens=2, stream=True))
+    assert stream.error is not None
+    assert stream.error["code"] == "internal_error"
+    assert stream.done
+    assert "secret" not in str(stream.chunks)
+
+
+def test_outputs_that_come_twice_are_said_once(frontend: RunningFrontend) -> None:
+    expected = frontend.post(PATH, messages=HELLO, max_tokens=5).json()["choices"][0]["message"]["content"]
+    frontend.scheduler.repeat_all = True
+    assert frontend.post(PATH, messages=HELLO, max_tokens=5).json()["choices"][0]["message"]["content"] == expected
+
+
+def test_outputs_that_overlap_are_said_once(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: [Step((40, 41)), Step((41, 42), "length", skip=-1)]
+    usage = frontend.post(PATH, messages=HELLO).json()["usage"]
+    assert usage["completion_tokens"] == 3
+
+
+def test_a_gap_in_the_outputs_is_a_fault_of_this_request_only(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda _: [Step((40,)), Step((41,), skip=1), *ENDLESS]
+    assert frontend.post(PATH, messages=HELLO).status_code == 500
+    frontend.scheduler.wait_for(AbortRequest)
+    frontend.scheduler.script = lambda _: [Step((40,), "length")]
+    assert frontend.post(PATH, messages=HELLO).status_code == 200
+
+
+REFUSALS = [
+    (Refuse("queue_full", 1, 0), 429, "rate_limit_exceeded"),
+    (Refuse("exceeds_kv_cache", 900, 64), 400, "context_length_exceeded"),
+    (Refuse("exceeds_model_length", 900, 512), 400, "context_length_exceeded"),
+    (Refuse("invalid"), 400, "invalid_value"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("refusal", "status", "code"), REFUSALS)
+def test_what_the_scheduler_refuses_is_an_ordinary_error_streamed_or_not(
+    refusal: Refuse, status: int, code: str, stream: bool, frontend: RunningFrontend
+) -> None:
+    frontend.scheduler.script = lambda request: refusal if request.key.choice else list(ENDLESS)
+    if stream:
+        frontend.scheduler.script = lambda _: refusal
+    response = frontend.post(PATH, messages=HELLO, n=1 if stream else 2, stream=stream)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ("Retry-After" in response.headers) == (status == 429)
+    if refusal.required > 1:
+        assert str(refusal.required) in response.json()["error"]["message"]
+        assert str(refusal.available) in response.json()["error"]["message"]
+
+
+def test_a_large_body_being_tokenized_does_not_hold_up_streams(frontend: RunningFrontend) -> None:
+    large = "The mill stands where the river bends. " * 30_000  # a megabyte: more than a second of work
+    answers: list[int] = []
+
+    def tokenize() -> None:
+        answers.append(frontend.client.post("/tokenize", json={"prompt": large}, timeout=60).json()["count"])
+
+    worker = threading.Thread(target=tokenize)
+    worker.start()
+    num_streams = 0
+    while worker.is_alive():
+        assert parse_response(frontend.post(PATH, messages=HELLO, max_tokens=3, stream=True)).done
+        num_streams += 1
+    worker.join()
+    assert answers[0] > 200_000
+    assert num_streams >= 10

@@ -1,0 +1,37 @@
+"""Runs a benchmark of scripts/ in this process, so that torch and compiled kernels are loaded once for all of them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+#: What every line but the last has.
+FIELDS = {"bench": str, "scenario": str, "engine": str, "policy": str, "workload": str, "seed": int, "seconds": float, "output_tok_s": float}
+
+
+def run_bench(name: str, arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The measurements and the summary it printed, checked for what all benchmarks promise."""
+    with capture_logs():  # without it they would go where the lines go, for nothing configures logging here
+        runpy.run_path(str(SCRIPTS / name), run_name="bench")["main"]([str(argument) for argument in arguments])
+    return read_lines(capsys.readouterr().out)
+
+
+def read_lines(output: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Splits and checks what a benchmark wrote to standard output."""
+    *lines, summary = [json.loads(line) for line in output.splitlines()]
+    assert summary["scenario"] == "summary"
+    assert lines
+    for line in lines:
+        assert {name: type(line[name]) for name in FIELDS} == FIELDS
+        assert line["seconds"] > 0
+        assert line["output_tok_s"] > 0
+        assert line["bench"] == summary["bench"]
+    return lines, summary
