@@ -1,0 +1,1 @@
+"""What several scripts share. Not part of the product; not in the wheel."""

@@ -1,0 +1,56 @@
+"""How benchmarks report: one JSON object per line on standard output, a line of ratios last.
+
+Every line but the last has the fields that make runs of different engines comparable; whatever else a
+benchmark knows stands behind them. Progress for people goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from statistics import median
+
+
+def emit(
+    *, bench: str, scenario: str, engine: str, policy: str, workload: str, seed: int, seconds: float, output_tok_s: float, **more: object
+) -> None:
+    """Prints one measurement. `workload` is n:in:out where every request is alike; `seconds` is wall clock unless `simulated`."""
+    fields = {"bench": bench, "scenario": scenario, "engine": engine, "policy": policy, "workload": workload, "seed": seed}
+    _print(fields | {"seconds": seconds, "output_tok_s": output_tok_s} | more)
+
+
+def emit_summary(bench: str, **ratios: object) -> None:
+    """Prints the last line."""
+    _print({"bench": bench, "scenario": "summary"} | ratios)
+
+
+def note(text: str) -> None:
+    """One line for whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def percentiles(values: Sequence[float], ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """`p50` and so on: the smallest value that at least so many percent do not exceed. Empty for no values."""
+    ordered = sorted(values)
+    return {f"p{rank}": ordered[max(0, -(-rank * len(ordered) // 100) - 1)] for rank in ranks} if ordered else {}
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of ratios, each of two measurements made side by side, so that a busy machine slows both."""
+    return median(numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True))
+
+
+def _print(fields: dict[str, object]) -> None:
+    print(json.dumps(_rounded(fields)), flush=True)
+
+
+def _rounded(value: object) -> object:
+    """Five significant digits say all that a benchmark knows."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value

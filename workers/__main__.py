@@ -1,0 +1,36 @@
+"""Entry of a worker process: load the model, say so, serve plans. Started by the launcher, not by hand."""
+
+from __future__ import annotations
+
+import gc
+
+from pagemill.child import Child, enter
+from pagemill.config import WorkerConfig
+from pagemill.messages import Progress
+
+
+def main() -> None:
+    child = enter("worker", WorkerConfig)
+    run(child)
+
+
+def run(child: Child[WorkerConfig]) -> None:
+    from workers.loader import load  # torch loads only now: the process is titled, logged and watched first
+    from workers.model_config import ModelRefused
+    from workers.process import serve
+
+    def report(phase: str, fraction: float, detail: str) -> None:
+        child.control.send(Progress(phase=phase, fraction=fraction, detail=detail))
+
+    try:
+        loaded = load(child.config, report)
+    except ModelRefused as error:
+        child.fail(str(error))
+    # What is loaded stays: the collector need not walk through all of torch, neither while serving nor at exit.
+    gc.collect()
+    gc.freeze()
+    serve(child, loaded)
+
+
+if __name__ == "__main__":
+    main()

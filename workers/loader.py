@@ -1,0 +1,181 @@
+"""From a `WorkerConfig` to a runner that is ready: read, check, pack, allocate the pool, warm up.
+
+Everything that can be refused is refused before the weights are read. Knows no sockets; progress goes
+out through a callback, so that tests and offline tools load a model exactly as the worker process does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagemill.config import WorkerConfig
+from pagemill.messages import NONE, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, WorkerReady, pack_ids
+from workers import determinism
+from workers.device import available_bytes, loading_allocations, open_device
+from workers.gguf_weights import GgufCheckpoint
+from workers.kv_cache import KvCache, KvSpec, full_attention_spec
+from workers.layers import LayerBuilder
+from workers.model_config import ModelConfig, ModelRefused, read_config
+from workers.models import Model, find_model
+from workers.parallel import TensorParallel
+from workers.rows import RowBounds, RowTable
+from workers.runner import Runner
+from workers.weights import Checkpoint, SafetensorsCheckpoint
+
+#: (phase, fraction from 0 to 1, one line for people)
+OnProgress = Callable[[str, float, str], object]
+
+#: Share of the device's free memory that the pool takes when nobody said how much.
+DEFAULT_POOL_SHARE = 0.5
+#: Tokens of the first warm-up step; the timed one is as long as this many seconds allow.
+WARMUP_TOKENS = 32
+WARMUP_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A worker that can take plans, and what it tells the scheduler about itself."""
+
+    runner: Runner
+    ready: WorkerReady
+
+
+def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction, detail: None) -> Loaded:
+    """Loads the model of one rank. Raises ModelRefused with a sentence for the operator."""
+    device = open_device(config.device, config.num_threads)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    model_config = read_config(Path(config.model_path))
+    max_model_len = _max_model_len(config.max_model_len, model_config)
+    spec = full_attention_spec(
+        model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim, config.block_size, dtype, config.device
+    )
+    deterministic = determinism.wanted(config.deterministic, dtype)
+    parallel = TensorParallel(config.rank, config.num_workers)
+    with loading_allocations():
+        model, layers = _read_model(config, model_config, max_model_len, (dtype, device, deterministic, parallel), on_progress)
+
+    on_progress("prepare", 0.0, "checking that results do not depend on the batch")
+    deterministic = deterministic and _settle(config, layers, spec)
+    num_blocks = config.num_blocks or _num_blocks(config, spec, device)
+    if not config.max_model_len:
+        max_model_len = min(max_model_len, num_blocks * config.block_size)
+    on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
+    bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len)
+    runner = Runner(model, KvCache(spec, num_blocks, device), RowTable(bounds), device)
+
+    on_progress("warmup", 0.0, "")
+    ready = WorkerReady(
+        rank=config.rank,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        block_bytes=spec.block_bytes,
+        max_model_len=max_model_len,
+        deterministic=deterministic,
+        weight_bytes=layers.weight_bytes,
+        prefill_tok_s=warm_up(runner, config.max_num_batched_tokens),
+    )
+    on_progress("warmup", 1.0, f"{ready.prefill_tok_s:.0f} prompt tokens per second")
+    return Loaded(runner, ready)
+
+
+def warm_up(runner: Runner, max_num_batched_tokens: int) -> float:
+    """Runs prefill and decode once, so that nothing is compiled or first touched under load; tokens per second of prefill."""
+    bounds = runner.rows.bounds
+    longest = min(max_num_batched_tokens, bounds.max_model_len - 1, bounds.num_blocks * bounds.block_size - 1)
+    _prefill_seconds(runner, min(WARMUP_TOKENS, longest))
+    short = _prefill_seconds(runner, min(WARMUP_TOKENS, longest))
+    timed = max(1, min(longest, int(WARMUP_TOKENS * WARMUP_SECONDS / short)))
+    rate = timed / _prefill_seconds(runner, timed)
+    runner.rows.clear()
+    return rate
+
+
+def _prefill_seconds(runner: Runner, num_tokens: int) -> float:
+    """Times a prompt of `num_tokens`, then decodes one token behind it. Raises ModelRefused if the model cannot."""
+    bounds = runner.rows.bounds
+    row, blocks = RowId(0), list(range(-(-(num_tokens + 1) // bounds.block_size)))
+    prompt = pack_ids([index % bounds.vocab_size for index in range(num_tokens)])
+    runner.rows.install(
+        InstallRow(
+            epoch=0, row=row, version=0, seq_id=SeqId(0), sampling=SamplingParams(temperature=0.0), seed=0,
+            num_prompt_tokens=num_tokens, token_ids=prompt, block_tables=(pack_ids(blocks),),
+        )
+    )  # fmt: skip
+    started = time.perf_counter()
+    drawn = _run_slice(runner, Slice(row, 0, 0, num_tokens, True, b"", PlanId(NONE), ()))
+    elapsed = time.perf_counter() - started
+    _run_slice(runner, Slice(row, 0, num_tokens, 1, True, pack_ids([drawn]), PlanId(NONE), ()))
+    return elapsed
+
+
+def _run_slice(runner: Runner, piece: Slice) -> int:
+    (result,), _ = runner.run(Plan(epoch=0, plan_id=PlanId(0), slices=(piece,), transfers=(), released_rows=()))
+    if result.outcome != "accepted":
+        raise ModelRefused(f"the model does not produce a token in warm-up: {result.error}; are its weights intact?")
+    return result.token_ids[0]
+
+
+def _read_model(
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    max_model_len: int,
+    placement: tuple[torch.dtype, torch.device, bool, TensorParallel],
+    on_progress: OnProgress,
+) -> tuple[Model, LayerBuilder]:
+    """Opens the checkpoint, builds the model from it, and closes it: nothing of the files stays mapped."""
+    dtype, device, deterministic, parallel = placement
+    model_class = find_model(model_config.architectures)
+    checkpoint: Checkpoint
+    if config.gguf_path:
+        checkpoint = GgufCheckpoint(Path(config.gguf_path), model_config)
+    else:
+        checkpoint = SafetensorsCheckpoint(Path(config.model_path))
+    progress = _ByteProgress(checkpoint.size_bytes, on_progress)
+    try:
+        layers = LayerBuilder(checkpoint, dtype=dtype, device=device, deterministic=deterministic, parallel=parallel, on_read=progress.add)
+        return model_class(model_config, layers, max_model_len), layers
+    finally:
+        checkpoint.close()
+
+
+class _ByteProgress:
+    """Turns bytes read into "weights" progress, one report per percent."""
+
+    def __init__(self, total_bytes: int, on_progress: OnProgress) -> None:
+        self._total, self._on_progress = max(total_bytes, 1), on_progress
+        self._done = 0
+        self._reported = -1
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        percent = min(100, 100 * self._done // self._total)
+        if percent > self._reported:
+            self._reported = percent
+            self._on_progress("weights", percent / 100, f"{self._done / 2**20:.0f} of {self._total / 2**20:.0f} MiB")
+
+
+def _settle(config: WorkerConfig, layers: LayerBuilder, spec: KvSpec) -> bool:
+    try:
+        return determinism.settle(config.deterministic, layers.linears, spec)
+    except determinism.NotDeterministic as error:
+        raise ModelRefused(f"--deterministic cannot be promised here: {error}") from error
+
+
+def _max_model_len(asked: int, model: ModelConfig) -> int:
+    if asked > model.max_position_embeddings:
+        raise ModelRefused(f"--max-model-len {asked} exceeds the {model.max_position_embeddings} positions the model knows")
+    if asked > model.longest_exact_len:
+        raise ModelRefused(f"the model's sliding window of {model.sliding_window} tokens is shorter than --max-model-len {asked}, which is not supported")
+    return asked or model.longest_exact_len
+
+
+def _num_blocks(config: WorkerConfig, spec: KvSpec, device: torch.device) -> int:
+    budget = config.kv_cache_bytes or int(available_bytes(device) * DEFAULT_POOL_SHARE)
+    if budget < spec.block_bytes:
+        raise ModelRefused(f"a KV pool of {budget} bytes does not hold one block of {spec.block_bytes} bytes")
+    return budget // spec.block_bytes

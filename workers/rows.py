@@ -1,0 +1,134 @@
+"""A worker's rows: what it remembers of each running sequence between plans.
+
+A row is a cache, a pure function of the messages it was sent, and may be dropped at any time: the core
+answers `RowMissing` by installing it again. Every integer that will become an index is range-checked
+here, once, when it arrives. A value out of range makes the row unsound, which fails its slices and
+nothing else. Rows know no tensors, no policies and no requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagemill.messages import NONE, InstallRow, Plan, PlanId, RowId, SamplingParams, Slice
+from workers.sampler import SamplingRow
+
+#: An error of `RowResult`: what was sent does not fit the model, the pool or the history.
+INVALID_INPUT = "invalid_input"
+
+
+@dataclass(frozen=True)
+class RowBounds:
+    """What ids and positions are checked against."""
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+
+class Row:
+    """One sequence's place. `error` is empty while everything it was sent is in range, and never becomes so again."""
+
+    __slots__ = ("block_tables", "drawn", "error", "sampling", "version")
+
+    def __init__(self, message: InstallRow, bounds: RowBounds) -> None:
+        self.version = message.version
+        self.error = ""
+        self.sampling = SamplingRow(message.sampling, message.seed, array("i"), message.num_prompt_tokens)
+        self.block_tables = tuple(array("i") for _ in message.block_tables)  #: one per KV group
+        self.drawn: tuple[PlanId, int] = (PlanId(NONE), NONE)  #: the last plan that drew a token here, and the token
+        self._extend(self.token_ids, message.token_ids, bounds.vocab_size)
+        self._extend_tables(message.block_tables, bounds.num_blocks)
+        if not (0 < message.num_prompt_tokens <= len(self.token_ids) and _in_range(message.sampling, message.seed, bounds.vocab_size)):
+            self.error = INVALID_INPUT
+
+    @property
+    def token_ids(self) -> array[int]:
+        """The known history, prompt first."""
+        return self.sampling.token_ids
+
+    def apply(self, piece: Slice, bounds: RowBounds) -> None:
+        """Appends what `piece` brings, then checks what it asks for."""
+        self._extend(self.token_ids, piece.new_token_ids, bounds.vocab_size)
+        if piece.after_plan != NONE:
+            self._append_drawn(piece.after_plan)
+        self._extend_tables(piece.new_block_ids, bounds.num_blocks)
+        covered = min((len(table) for table in self.block_tables), default=0) * bounds.block_size
+        end = piece.start + piece.num_tokens
+        if piece.start < 0 or piece.num_tokens < 1 or end > min(len(self.token_ids), bounds.max_model_len, covered):
+            self.error = INVALID_INPUT
+        if piece.sample and end != len(self.token_ids):  # the token drawn would not be the next one
+            self.error = INVALID_INPUT
+
+    def _append_drawn(self, plan_id: PlanId) -> None:
+        if self.drawn[0] == plan_id:
+            self.token_ids.append(self.drawn[1])
+        else:
+            self.error = INVALID_INPUT
+
+    def _extend_tables(self, packed: Sequence[bytes], num_blocks: int) -> None:
+        if packed and len(packed) != len(self.block_tables):
+            self.error = INVALID_INPUT
+        for table, ids in zip(self.block_tables, packed, strict=False):
+            self._extend(table, ids, num_blocks)
+
+    def _extend(self, target: array[int], packed: bytes, bound: int) -> None:
+        if not packed:
+            return
+        if len(packed) % target.itemsize == 0:
+            ids = np.frombuffer(packed, dtype=np.int32)
+            if ids.min() >= 0 and ids.max() < bound:
+                target.frombytes(packed)
+                return
+        self.error = INVALID_INPUT
+
+
+class RowTable:
+    """All rows of a worker, by number. They belong to one epoch of the scheduler."""
+
+    def __init__(self, bounds: RowBounds) -> None:
+        self.bounds = bounds
+        self._rows: dict[RowId, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def install(self, message: InstallRow) -> None:
+        """Replaces whatever held the number before. Never raises: an unsound row fails its slices instead."""
+        self._rows[message.row] = Row(message, self.bounds)
+
+    def missing(self, plan: Plan) -> Slice | None:
+        """The first slice whose (row, version) is not held; then nothing of the plan may be applied."""
+        for piece in plan.slices:
+            row = self._rows.get(piece.row)
+            if row is None or row.version != piece.version:
+                return piece
+        return None
+
+    def apply(self, plan: Plan) -> list[Row]:
+        """Brings the rows up to date and returns one per slice. `missing` must have returned None."""
+        rows = []
+        for piece in plan.slices:
+            row = self._rows[piece.row]
+            row.apply(piece, self.bounds)
+            rows.append(row)
+        self._release(plan.released_rows, named={piece.row for piece in plan.slices})
+        return rows
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def _release(self, rows: Iterable[RowId], named: set[RowId]) -> None:
+        for row in rows:
+            if row not in named:
+                self._rows.pop(row, None)
+
+
+def _in_range(sampling: SamplingParams, seed: int, vocab_size: int) -> bool:
+    ids = [*sampling.stop_token_ids, *(token_id for token_id, _ in sampling.logit_bias)]
+    return 0 <= seed < 2**64 and all(0 <= token_id < vocab_size for token_id in ids)
