@@ -9,6 +9,7 @@ from pathlib import Path
 # Before anything is imported that reads them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads stall everybody on two cores
 
 import pytest
 from hypothesis import settings

@@ -117,7 +117,7 @@ def running_server(
     model: str | Path | None = None,
     wait: bool = True,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> Iterator[Server]:
     """Starts a server with the tiny model (or `model`), waits until it is ready (unless told not to), and ends it."""
     command = [sys.executable, "-m", "pagemill", "serve", str(model or tiny_model_path()), "--port", "0", "--log-format", "json", *flags]
