@@ -150,8 +150,9 @@ def _worker(options: ServeOptions, model: Model, machine: Machine, device: Devic
         rank=0,
         num_workers=1,
         model_path=str(model.path),
-        # A GGUF file is exact in float32 only; in other types the folder's weights are what the model is served with.
-        gguf_path=str(model.gguf_path) if model.gguf_path is not None and request.dtype == "float32" else "",
+        # Who asks for float32 gets every bit a GGUF file has. Otherwise the folder's bfloat16 weights are served, also
+        # where the arithmetic is float32: they are half the bytes, and a decode step reads each of them once.
+        gguf_path=str(model.gguf_path) if model.gguf_path is not None and options.dtype == "float32" else "",
         device=device,
         dtype=request.dtype,
         block_size=request.block_size,

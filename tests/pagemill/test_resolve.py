@@ -23,21 +23,24 @@ def settled(machine: dict[str, Any] | None = None, **options: Any) -> Settings:
     return settle(ServeOptions(**options), MODEL, Machine(**(PLAIN | (machine or {}))), SECRETS, reads_priority=False)
 
 
-def test_a_plain_cpu_serves_float32_from_the_gguf_file() -> None:
+def test_a_plain_cpu_computes_in_float32_on_the_folder_s_weights() -> None:
     settings = settled()
     assert (settings.device, settings.dtype) == ("cpu", "float32")
-    assert settings.worker.gguf_path == "/models/m.gguf"
+    assert settings.worker.gguf_path == ""
     assert (settings.worker.block_size, settings.worker.max_num_batched_tokens) == (16, 512)
     assert settings.plan is not None
     assert settings.worker.num_blocks == settings.plan.num_blocks > 0
     assert settings.worker.max_model_len == settings.plan.max_model_len
 
 
-def test_a_cpu_that_multiplies_bfloat16_uses_it_and_not_the_gguf_file() -> None:
-    settings = settled({"has_bfloat16": True})
-    assert settings.dtype == "bfloat16"
-    assert settings.worker.gguf_path == ""
+def test_a_cpu_that_multiplies_bfloat16_uses_it() -> None:
+    assert settled({"has_bfloat16": True}).dtype == "bfloat16"
+
+
+def test_who_asks_for_float32_gets_the_gguf_file_itself() -> None:
     assert settled({"has_bfloat16": True}, dtype="float32").worker.gguf_path == "/models/m.gguf"
+    assert settled(dtype="float32").worker.gguf_path == "/models/m.gguf"
+    assert settled(dtype="bfloat16").worker.gguf_path == ""
 
 
 def test_a_gpu_is_taken_unless_the_cpu_is_asked_for() -> None:
