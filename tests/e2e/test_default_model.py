@@ -16,8 +16,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
-from pagemill.model_store import ModelError, resolve
+from pagemill.model_download import ModelError
+from pagemill.model_store import resolve
 from tests.helpers.server import ROOT, Server, running_server
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -47,7 +49,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield Running(server, event_log)
 
 
-def question(number: int) -> list[dict[str, str]]:
+def question(number: int) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": f"Write one sentence about the number {number} and the town of {chr(65 + number % 26)}ville."}]
 
 
@@ -55,7 +57,7 @@ async def ask(client: openai.AsyncOpenAI, number: int) -> str:
     """One streamed reply; half of them greedy, half drawn with a seed."""
     stream = await client.chat.completions.create(
         model=MODEL,
-        messages=question(number),  # type: ignore[arg-type]
+        messages=question(number),
         max_tokens=TOKENS,
         temperature=0 if number % 2 else 0.9,
         seed=number,
@@ -66,12 +68,13 @@ async def ask(client: openai.AsyncOpenAI, number: int) -> str:
 
 def test_it_knows_the_capital_of_france(running: Running) -> None:
     with openai.OpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0) as client:
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
-        whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32)  # type: ignore[call-overload]
-        stream = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32, stream=True)  # type: ignore[call-overload]
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
+        whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32).choices[0].message.content
+        stream = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert "Paris" in whole.choices[0].message.content
-    assert text == whole.choices[0].message.content
+    assert whole is not None
+    assert "Paris" in whole
+    assert text == whole
 
 
 def test_32_streams_at_once_each_equal_their_solo_run_though_the_pool_holds_few_of_them(running: Running) -> None:
