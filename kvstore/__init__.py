@@ -1,1 +1,1 @@
-"""Where KV is: ids and counts here and in `tiers`, bytes only in `arena` and `tiers`."""
+"""Where KV is, as ids and counts; the bytes are the workers'."""

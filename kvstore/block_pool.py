@@ -109,15 +109,6 @@ class BlockPool:
                 del self._fenced[block]
                 self._settle(block)
 
-    def drop_cached(self) -> int:
-        """Forgets every unreferenced prefix. Returns how many blocks became free."""
-        dropped = list(self._cached)
-        for block in dropped:
-            self.index.remove(block)
-        self._cached.clear()
-        self._free.extend(reversed(dropped))
-        return len(dropped)
-
     def places(self) -> list[str]:
         """The place of every block, re-derived from the containers. Raises ValueError if one is in none or in two."""
         places: list[str] = ["referenced" if count else "" for count in self._counts]

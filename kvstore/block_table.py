@@ -7,7 +7,7 @@ is counted by the `BlockPool`, and the two are changed together by the scheduler
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pagemill.messages import BlockId
 
@@ -36,6 +36,9 @@ class BlockTable:
 
     def append(self, block: BlockId) -> None:
         self.ids.append(block)
+
+    def extend(self, blocks: Iterable[BlockId]) -> None:
+        self.ids.extend(blocks)
 
     def packed(self, start: int = 0) -> bytes:
         """The ids from index `start` on, as packed int32."""

@@ -8,6 +8,8 @@ writing removes it first.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pagemill.messages import BlockId
 
 
@@ -23,6 +25,17 @@ class PrefixIndex:
 
     def find(self, key: bytes) -> BlockId | None:
         return self._blocks.get(key)
+
+    def find_run(self, keys: Iterable[bytes]) -> list[BlockId]:
+        """The blocks of the first keys, up to the first key that has none."""
+        blocks: list[BlockId] = []
+        find = self._blocks.get  # bound once: a long prompt has thousands of keys, and every turn may ask
+        for key in keys:
+            block = find(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def key_of(self, block: BlockId) -> bytes | None:
         return self._keys.get(block)

@@ -64,6 +64,9 @@ class Hello(Message):
     index: int
     incarnation: int
 
+    def __repr__(self) -> str:
+        return f"Hello({self.kind} {self.index}, incarnation {self.incarnation})"
+
 
 # --- what a sequence asks for ----------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class StatsSnapshot(Message):
     tokens_generated: int
     steps_with_tokens: dict[int, int]  #: plans by tokens: upper bucket bound -> how many, buckets separate and sparse
     step_seconds: dict[str, float]  #: cumulative, by part: schedule, worker parts, wait
-    dropped_messages: int  #: older epochs and unknown names
+    dropped_messages: int  #: older epochs, unknown names, frames that do not decode
 
 
 class SequenceState(msgspec.Struct, frozen=True):
@@ -354,7 +357,7 @@ class Plan(Message):
 
 
 class WorkerReady(Message):
-    """Sent by each worker after loading and warming up: geometry and measured rates. The core takes the minimum over ranks."""
+    """Sent by each worker after loading and warming up: geometry and measured rates. The core is built from the minimum over ranks."""
 
     rank: int
     num_blocks: int
@@ -483,17 +486,5 @@ LauncherToChild = Start | PeerUp | PeerLost | Drain | Progress
 ChildToLauncher = Progress | Ready | Failed
 
 #: What `SchedulerCore.handle` takes and returns.
-Event = (
-    AddRequest
-    | FinishRequest
-    | AbortRequest
-    | StepDone
-    | TransferDone
-    | RowMissing
-    | WorkerReady
-    | PeerUp
-    | PeerLost
-    | Drain
-    | Turn
-)
+Event = AddRequest | FinishRequest | AbortRequest | StepDone | TransferDone | RowMissing | WorkerReady | PeerUp | PeerLost | Drain | Turn
 Effect = InstallRow | Plan | StepOutput | StatsSnapshot

@@ -15,10 +15,14 @@ _ID_BYTES = 4
 
 def reject(request: AddRequest, config: CoreConfig, capacity_tokens: int, num_waiting: int) -> Rejection | None:
     """Why the request will not run, or None. `capacity_tokens` is what an otherwise empty pool holds of one sequence."""
-    num_tokens, remainder = divmod(len(request.prompt_ids) + len(request.output_ids), _ID_BYTES)
-    num_full_blocks = len(request.prompt_ids) // _ID_BYTES // config.block_size
-    if remainder or not request.prompt_ids or request.limits.max_tokens < 1:
+    num_prompt_tokens, odd_prompt_bytes = divmod(len(request.prompt_ids), _ID_BYTES)
+    num_output_tokens, odd_output_bytes = divmod(len(request.output_ids), _ID_BYTES)
+    num_tokens = num_prompt_tokens + num_output_tokens
+    num_full_blocks = num_prompt_tokens // config.block_size
+    if odd_prompt_bytes or odd_output_bytes or not num_prompt_tokens:
         return Rejection(request.key, "invalid", 0, 0)
+    if num_output_tokens >= request.limits.max_tokens:
+        return Rejection(request.key, "invalid", num_output_tokens + 1, request.limits.max_tokens)
     if request.root and len(request.prefix_keys) != num_full_blocks * KEY_BYTES:
         return Rejection(request.key, "invalid", num_full_blocks * KEY_BYTES, len(request.prefix_keys))
     if num_tokens + 1 > config.max_model_len:

@@ -224,8 +224,9 @@ class SchedulerCore:
     def _apply(self, piece: PlannedSlice, result: RowResult | None, *, holds_row: bool) -> None:
         """One slice's outcome. A sequence preempted meanwhile keeps its new tokens and loses only the computed positions."""
         sequence = piece.sequence
-        if result is not None and result.outcome == "failed":
-            self._emit(sequence, sequence.num_output_tokens, (), "error", error=result.error)
+        error = _error_of(piece, result)
+        if error:
+            self._emit(sequence, sequence.num_output_tokens, (), "error", error=error)
             self._retire(sequence)
             return
         deferred = result is not None and result.outcome == "deferred"
@@ -285,7 +286,6 @@ class SchedulerCore:
             # What the slice told the row is lost with it, so every row of the plan is installed anew.
             if piece.sequence.status is Status.RUNNING and (piece.sequence.row, piece.sequence.row_version) == (row, version):
                 self._give_back_unused(piece.sequence)
-        self.counters.num_rows_missing += 1
 
     def _plan_in_flight(self, epoch: int, plan_id: PlanId) -> PlanInFlight | None:
         """The plan an answer is about; an answer of an older epoch or to an unknown plan is dropped and counted."""
@@ -355,3 +355,11 @@ class SchedulerCore:
         self._outputs.clear()
         self._rejections.clear()
         return effects
+
+
+def _error_of(piece: PlannedSlice, result: RowResult | None) -> str:
+    """Why a slice failed, "" if it did not. Sampling without a token is a failure too: such a sequence would never move again."""
+    if result is not None and result.outcome == "failed":
+        return result.error or "failed"
+    has_outcome = result is not None and (result.outcome == "deferred" or result.token_ids)
+    return "" if has_outcome or not piece.sample else "no token"

@@ -26,7 +26,6 @@ class Counters:
 
     num_steps: int = 0
     num_dropped: int = 0  #: messages of older epochs, or about what is no longer known
-    num_rows_missing: int = 0
     tokens_computed: int = 0
     tokens_recomputed: int = 0
     tokens_generated: int = 0

@@ -32,7 +32,9 @@ class EventLog:
 
     def __init__(self, path: str, config: CoreConfig) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.fchmod(descriptor, 0o600)  # an existing file would keep the mode it has
+        self._file = os.fdopen(descriptor, "wb")
         self._write(self._encoder.encode(config))
 
     def append(self, now: float, event: Event, effects: list[Effect]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from kvstore.block_pool import BlockPool
 from kvstore.block_table import blocks_for
 from pagemill.messages import NO_PLAN, BlockId, PlanId
-from scheduler.sequence import Sequence, Status
+from scheduler.sequence import Sequence
 
 
 class KvMemory:
@@ -39,26 +39,29 @@ class KvMemory:
         """Blocks over all groups that hold that many positions of one sequence."""
         return blocks_for(num_tokens, self.block_size) * self.num_groups
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
-        """What the sequence would still allocate to hold all its known tokens, with what the index holds now."""
-        hits = self._hits(sequence)
-        held = sequence.num_table_blocks
-        return max(0, self.blocks_for(sequence.num_tokens) - held - len(hits) * self.num_groups)
+    def num_needed_blocks(self, sequence: Sequence) -> int:
+        """What holding all its known tokens would take out of what is obtainable.
 
-    def num_hits_to_pin(self, sequence: Sequence) -> int:
-        """Cached blocks a prefix hit would take out of what is obtainable."""
-        pool = self.pool
-        return sum(pool.is_cached(block) for hit in self._hits(sequence) for block in hit)
+        Blocks it would allocate, and cached ones it would adopt; a hit that somebody refers to costs nothing.
+        """
+        hits = [block for run in self._hits(sequence) for block in run]
+        missing = self.blocks_for(sequence.num_tokens) - sequence.num_table_blocks - len(hits)
+        return missing + sum(self.pool.is_cached(block) for block in hits)
 
-    def num_private_blocks(self, sequence: Sequence) -> int:
-        """What preempting the sequence would make obtainable: a block that others refer to frees nothing."""
-        return sum(self.pool.count(block) == 1 for table in sequence.tables for block in table)
+    def num_blocks_gained(self, victims: list[Sequence], needy: Sequence) -> int:
+        """What preempting them all would make obtainable for `needy`, at least.
+
+        A block that others refer to frees nothing, and one that `needy` would adopt is not free for it.
+        """
+        adopted = {block for run in self._hits(needy) for block in run}
+        held = (block for victim in victims for table in victim.tables for block in table)
+        return sum(self.pool.count(block) == 1 and block not in adopted for block in held)
 
     def is_being_computed_ahead(self, sequence: Sequence) -> bool:
         """Whether a running sequence ahead of this one is about to compute its next block."""
         if not sequence.is_cacheable or sequence.num_computed_tokens % self.block_size:
             return False
-        next_block = sequence.num_computed_tokens // self.block_size + len(self._hits(sequence))
+        next_block = sequence.num_computed_tokens // self.block_size + len(self._hits(sequence)[0])
         if next_block >= self._num_sharable_blocks(sequence):
             return False
         holder = self._computing.get(sequence.block_key(next_block))
@@ -68,12 +71,12 @@ class KvMemory:
 
     def adopt_prefix(self, sequence: Sequence) -> int:
         """Takes over confirmed blocks behind what is computed. Returns how many positions that saved."""
-        hits = self._hits(sequence)
-        for hit in hits:
-            for table, block in zip(sequence.tables, hit, strict=True):
+        runs = self._hits(sequence)
+        for table, run in zip(sequence.tables, runs, strict=True):
+            for block in run:
                 self.pool.reference(block)
-                table.append(block)
-        num_tokens = len(hits) * self.block_size
+            table.extend(run)
+        num_tokens = len(runs[0]) * self.block_size
         sequence.num_computed_tokens += num_tokens
         sequence.num_highest_computed = max(sequence.num_highest_computed, sequence.num_computed_tokens)
         if sequence.num_preemptions == 0 and num_tokens:
@@ -142,22 +145,22 @@ class KvMemory:
         """A hit leaves at least the last token to compute: its logits are needed."""
         return (sequence.num_tokens - 1) // self.block_size
 
-    def _hits(self, sequence: Sequence) -> list[tuple[BlockId, ...]]:
-        """Confirmed blocks, one tuple over the groups for each, that continue what is computed."""
+    def _hits(self, sequence: Sequence) -> list[list[BlockId]]:
+        """Confirmed blocks that continue what is computed: a run for each group, all equally long."""
+        nothing: list[list[BlockId]] = [[] for _ in range(self.num_groups)]
         first = sequence.num_computed_tokens // self.block_size
-        if not sequence.is_cacheable or sequence.num_computed_tokens % self.block_size or sequence.status is Status.FINISHED:
-            return []
+        if not sequence.is_cacheable or sequence.num_computed_tokens % self.block_size:
+            return nothing
         if sequence.num_planned_tokens or any(len(table) != first for table in sequence.tables):
-            return []
-        hits = []
-        for block_index in range(first, self._num_sharable_blocks(sequence)):
-            key = sequence.block_key(block_index)
-            found = [self.pool.index.find(_in_group(key, group)) for group in range(self.num_groups)]
-            hit = tuple(block for block in found if block is not None)
-            if len(hit) < self.num_groups:
-                break
-            hits.append(hit)
-        return hits
+            return nothing
+        last = self._num_sharable_blocks(sequence)
+        if first >= last:
+            return nothing
+        sequence.block_key(last - 1)
+        keys = sequence.keys[first:last]
+        runs = [self.pool.index.find_run(keys if group == 0 else [_in_group(key, group) for key in keys]) for group in range(self.num_groups)]
+        length = min(len(run) for run in runs)
+        return [run[:length] for run in runs]
 
 
 def _in_group(key: bytes, group: int) -> bytes:

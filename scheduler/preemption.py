@@ -36,7 +36,8 @@ class Preemption:
             return True
         victims = self._victims(sequence)
         missing = memory.blocks_for(num_tokens) - sequence.num_table_blocks
-        if sequence is not self._queues.head() and missing > memory.pool.num_obtainable + self._gain(victims):
+        is_first = sequence is self._queues.running[0]  # all the others may yield to it, and then there is enough
+        if not is_first and missing > memory.pool.num_obtainable + memory.num_blocks_gained(victims, sequence):
             return False
         for victim in victims:
             self._preempt(victim)
@@ -49,16 +50,18 @@ class Preemption:
 
         False, and nobody yields, if there is not enough.
         """
+        if self._fits(candidate):
+            return True
         victims = self._victims(candidate)
-        if not self._fits(candidate) and candidate is not self._queues.head():
+        if candidate is not self._queues.head():
             seats = self._max_num_seqs - len(self._queues.running) + len(victims)
-            if seats < 1 or self._shortage(candidate) > self._gain(victims):
+            if not victims or seats < 1 or self._shortage(candidate) > self._memory.num_blocks_gained(victims, candidate):
                 return False
         for victim in victims:
+            self._preempt(victim)
             if self._fits(candidate):
                 return True
-            self._preempt(victim)
-        return self._fits(candidate)
+        return False
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
         """Running sequences that `needy` may take from, last in the order first."""
@@ -66,10 +69,6 @@ class Preemption:
         if needy.status is Status.RUNNING or needy is self._queues.head():
             return behind
         return [victim for victim in behind if victim.order[0] > needy.order[0]]
-
-    def _gain(self, victims: list[Sequence]) -> int:
-        """Blocks that preempting them all would make obtainable, at least: shared ones among them are not counted."""
-        return sum(self._memory.num_private_blocks(victim) for victim in victims)
 
     def _fits(self, candidate: Sequence) -> bool:
         return len(self._queues.running) < self._max_num_seqs and self._shortage(candidate) <= 0
@@ -80,7 +79,7 @@ class Preemption:
         All but the head leave a little headroom, so that the next decoded tokens do not push it out again.
         """
         memory = self._memory
-        needed = memory.num_missing_blocks(candidate) + memory.num_hits_to_pin(candidate)
+        needed = memory.num_needed_blocks(candidate)
         if candidate is self._queues.head():
             return needed - memory.pool.num_obtainable
         promised = sum(max(0, memory.blocks_for(running.num_tokens) - running.num_table_blocks) for running in self._queues.running)

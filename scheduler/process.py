@@ -152,9 +152,12 @@ class SchedulerProcess:
         if self._core is None:
             return
         now = time.monotonic()
-        effects = self._core.handle(event, now)
-        if self._log is not None:
-            self._log.append(now, event, effects)
+        effects: list[Effect] = []
+        try:
+            effects = self._core.handle(event, now)
+        finally:  # above all the event that the core dies of: a replay dies of it too
+            if self._log is not None:
+                self._log.append(now, event, effects)
         if self._config.check_invariants:
             check(self._core)
         for effect in effects:
@@ -173,13 +176,18 @@ class SchedulerProcess:
                 self._send_frontend(effect.frontend, self._encoder.encode(effect))
             case StatsSnapshot():
                 seconds = {**effect.step_seconds, "schedule": self._schedule_s}
-                frame = self._encoder.encode(msgspec.structs.replace(effect, step_seconds=seconds))
+                dropped = effect.dropped_messages + self._num_undecodable()
+                frame = self._encoder.encode(msgspec.structs.replace(effect, step_seconds=seconds, dropped_messages=dropped))
                 for index in sorted(self._told):
                     self._send_frontend(index, frame)
                 if self._log is not None:
                     self._log.flush()
             case _:
                 assert_never(effect)
+
+    def _num_undecodable(self) -> int:
+        """Frames that the channels could not decode and dropped."""
+        return sum(worker.num_dropped for worker in self._workers.values()) + sum(frontend.num_dropped for frontend in self._frontends.values())
 
     def _send_frontend(self, index: int, frame: bytes) -> None:
         """A frontend that cannot be reached is gone or stuck, whatever the launcher has noticed yet: it is dropped."""

@@ -1,12 +1,14 @@
 """One step's work: which sequences compute how many tokens, under the token budget.
 
-    1. running sequences with one token left (decode), in order
-    2. running sequences with more left (chunked prefill), in order, with what is left of the budget
-    3. sequences that start: preempted and waiting ones together, in order, the first that does not fit
+    1. running sequences with one token left (decode), in order, leaving a token for the head
+    2. the head, if it does not run yet and may: it starts
+    3. running sequences with more left (chunked prefill), in order, with what is left of the budget
+    4. sequences that start: preempted and waiting ones together, in order, the first that does not fit
        ends the search, so nobody is overtaken for want of memory
 
-The head gets at least one token in every step. A sequence whose next block one ahead of it is computing
-waits for that block; others may pass it meanwhile. It knows nothing of rows, messages or workers.
+The head gets at least one token in every step, unless the policy lets nobody in. A sequence whose next block
+one ahead of it is computing waits for that block; others may pass it meanwhile. It knows nothing of rows,
+messages or workers.
 """
 
 from __future__ import annotations
@@ -47,18 +49,22 @@ class StepBuilder:
         self._slices = {}
         self._tokens_left = self._config.max_num_batched_tokens
         running = list(self._queues.running)
+        admits = self._policy.admits(len(running))
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in running:
             (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
         head = self._queues.head()
-        reserved = 0 if head is None or (decodes and decodes[0] is head) else 1
+        starting = head if head is not None and (head.status is Status.PREEMPTED or (head.status is Status.WAITING and admits)) else None
+        reserved = 1 if starting is not None or (prefills and prefills[0] is head) else 0
         for sequence in decodes:
             if sequence.status is Status.RUNNING and self._tokens_left > reserved:
                 self._plan_decode(sequence)
+        if starting is not None:
+            self._start(starting)
         for sequence in prefills:
             self._plan(sequence)
-        self._start_candidates(num_running=len(running))
+        self._start_candidates(admits)
         return list(self._slices.values())
 
     def forget(self, sequence: Sequence) -> None:
@@ -67,8 +73,7 @@ class StepBuilder:
         if planned is not None:
             self._tokens_left += planned.num_tokens
 
-    def _start_candidates(self, num_running: int) -> None:
-        admits = self._policy.admits(num_running)
+    def _start_candidates(self, admits: bool) -> None:
         num_passed = 0
         for candidate in self._queues.candidates() if admits else list(self._queues.preempted):
             if self._tokens_left == 0 or num_passed > self._config.max_num_seqs:
@@ -76,12 +81,18 @@ class StepBuilder:
             if self._memory.is_being_computed_ahead(candidate):
                 num_passed += 1
                 continue
-            if not self._preemption.make_room(candidate):
+            if not self._start(candidate):
                 return
-            if candidate.status is Status.WAITING:
-                self._memory.num_query_tokens += candidate.num_prompt_tokens
-            self._queues.move(candidate, Status.RUNNING)
-            self._plan(candidate)
+
+    def _start(self, candidate: Sequence) -> bool:
+        """Lets a sequence run, if there is room."""
+        if not self._preemption.make_room(candidate):
+            return False
+        if candidate.status is Status.WAITING:
+            self._memory.num_query_tokens += candidate.num_prompt_tokens
+        self._queues.move(candidate, Status.RUNNING)
+        self._plan(candidate)
+        return True
 
     def _plan(self, sequence: Sequence) -> None:
         """Gives a running sequence its slice, or nothing if it must wait for a block."""

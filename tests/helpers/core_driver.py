@@ -81,10 +81,12 @@ class CoreDriver:
         seed: int = 0,
         root: bytes = ROOT,
         output: Sequence[int] = (),
+        arrival: float | None = None,
+        frontend: int = 0,
     ) -> SequenceKey:
-        """Adds a request and returns its key."""
+        """Adds a request and returns its key. Requests arrive in the order in which they are added unless `arrival` is given."""
         self._next_request += 1
-        key = SequenceKey(0, 1, self._next_request, 0)
+        key = SequenceKey(frontend, 1, self._next_request, 0)
         keys = prefix_keys(root, array("i", prompt), self.core.config.block_size) if cached else b""
         self.outputs[key] = list(output)
         self.handle(
@@ -97,7 +99,7 @@ class CoreDriver:
                 limits=Limits(max_tokens),
                 seed=seed,
                 priority=priority,
-                arrival=float(self._next_request),
+                arrival=float(self._next_request) if arrival is None else arrival,
                 root=root if cached else b"",
                 prefix_keys=keys,
             )

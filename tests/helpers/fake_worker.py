@@ -57,6 +57,7 @@ class FakeWorker:
         self.num_groups = num_groups
         self.num_positions = 0
         self.fail: Callable[[int, int], bool] = lambda row, version: False
+        self.defer: Callable[[int, int], bool] = lambda row, version: False
 
     def install(self, message: InstallRow) -> None:
         tables = [unpack_ids(table) for table in message.block_tables]
@@ -88,6 +89,8 @@ class FakeWorker:
         if not piece.sample:
             return None
         assert end == len(row.token_ids), "sampling before the last known token"
+        if self.defer(piece.row, piece.version):
+            return RowResult(piece.row, piece.version, "deferred", (), (), "")
         token = draw(row.token_ids, row.seed, self.vocab_size)
         return RowResult(piece.row, piece.version, "accepted", (token,), (), "")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,18 @@ FIELDS = {"bench": str, "scenario": str, "engine": str, "policy": str, "workload
 def run_bench(name: str, arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurements and the summary it printed, checked for what all benchmarks promise."""
     with capture_logs():  # without it they would go where the lines go, for nothing configures logging here
-        runpy.run_path(str(SCRIPTS / name), run_name="bench")["main"]([str(argument) for argument in arguments])
+        _load(name).main([str(argument) for argument in arguments])
     return read_lines(capsys.readouterr().out)
+
+
+def _load(name: str) -> Any:
+    """The script as a module: its file has no suffix, so the loader must be named."""
+    spec = spec_from_loader(f"scripts.{name}", SourceFileLoader(f"scripts.{name}", str(SCRIPTS / name)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_lines(output: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

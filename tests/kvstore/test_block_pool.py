@@ -104,18 +104,6 @@ def test_a_free_block_cannot_be_referenced() -> None:
         BlockPool(1).reference(BlockId(0))
 
 
-def test_dropping_the_cache_frees_exactly_the_unreferenced_blocks() -> None:
-    pool = BlockPool(3)
-    kept, dropped = pool.allocate(), pool.allocate()
-    pool.index.insert(b"kept", kept)
-    pool.index.insert(b"dropped", dropped)
-    pool.release(dropped)
-    assert pool.drop_cached() == 1
-    assert pool.index.find(b"dropped") is None
-    assert pool.index.find(b"kept") == kept
-    assert pool.num_free == 2
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_any_sequence_of_operations_keeps_every_block_in_one_place(seed: int) -> None:
     dice = random.Random(seed)

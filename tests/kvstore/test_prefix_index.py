@@ -23,6 +23,14 @@ def test_a_block_stands_for_one_prefix_only() -> None:
         index.insert(b"l", BlockId(1))
 
 
+def test_a_run_ends_at_the_first_key_without_a_block() -> None:
+    index = PrefixIndex()
+    for number, key in enumerate((b"a", b"b", b"d")):
+        index.insert(key, BlockId(number))
+    assert index.find_run([b"a", b"b", b"c", b"d"]) == [0, 1]
+    assert index.find_run([b"c"]) == []
+
+
 def test_removing_forgets_both_directions_and_is_idempotent() -> None:
     index = PrefixIndex()
     index.insert(b"k", BlockId(1))

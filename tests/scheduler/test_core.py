@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pagemill.messages import AddRequest, InstallRow, PeerLost, Plan, SamplingParams, StepOutput, Turn, unpack_ids
+from pagemill.messages import AddRequest, InstallRow, PeerLost, Plan, RowResult, SamplingParams, StepDone, StepOutput, TokenLogprobs, Turn, unpack_ids
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.sequence import Sequence, Status
@@ -86,6 +86,16 @@ def test_running_decodes_come_before_prefill_chunks() -> None:
     assert shares == [1, 7]
 
 
+def test_decodes_come_first_also_while_the_head_computes_a_long_prompt() -> None:
+    driver = CoreDriver(max_num_batched_tokens=8, scheduling_policy="priority")
+    driver.add(prompt(4), max_tokens=20, priority=1)
+    driver.step()
+    driver.add(prompt(100, stem=1), max_tokens=1, priority=0)
+    for _ in range(5):
+        driver.step()
+        assert sorted(piece.num_tokens for piece in driver.plans[-1].slices) == [1, 7]
+
+
 def test_the_head_computes_even_if_decodes_could_take_the_whole_budget() -> None:
     driver = CoreDriver(max_num_batched_tokens=2, scheduling_policy="priority")
     late = [driver.add(prompt(1, stem), max_tokens=50, priority=1) for stem in range(2)]
@@ -95,6 +105,27 @@ def test_the_head_computes_even_if_decodes_could_take_the_whole_budget() -> None
         driver.step()
     assert urgent in driver.finished
     assert not any(key in driver.finished for key in late)
+
+
+def test_the_head_starts_before_a_long_prefill_behind_it_goes_on() -> None:
+    driver = CoreDriver(max_num_batched_tokens=8, scheduling_policy="priority")
+    driver.add(prompt(200), max_tokens=1, priority=1)
+    driver.step()
+    urgent = driver.add(prompt(6, stem=1), max_tokens=1, priority=0)
+    driver.step()
+    assert urgent in driver.finished
+    assert [piece.num_tokens for piece in driver.plans[-1].slices] == [6, 2]
+
+
+def test_a_head_that_the_policy_keeps_out_takes_nothing_from_those_inside() -> None:
+    driver = CoreDriver(max_num_batched_tokens=1, scheduling_policy="static")
+    inside = driver.add(prompt(2), max_tokens=5, arrival=2.0)
+    for _ in range(3):
+        driver.step()
+    head = driver.add(prompt(2, stem=1), max_tokens=5, arrival=1.0)
+    assert driver.run(limit=50) == 3 + 6
+    assert inside in driver.finished
+    assert head in driver.finished
 
 
 def test_no_step_exceeds_the_token_budget_or_the_seats() -> None:
@@ -123,6 +154,17 @@ def test_the_model_length_ends_a_sequence_with_length() -> None:
     key = driver.add(prompt(6), max_tokens=100)
     driver.run()
     assert (len(driver.outputs[key]), driver.finished[key].finish_reason) == (4, "length")
+
+
+def test_a_prompt_that_finds_only_part_of_its_blocks_computes_that_part() -> None:
+    """Two groups: five obtainable blocks are two positions' worth of blocks, not five."""
+    driver = CoreDriver(num_blocks=40, block_size=1, num_groups=2, max_num_batched_tokens=4, prefix_caching=False)
+    first = driver.add(prompt(3), max_tokens=17)
+    driver.step()
+    second = driver.add(prompt(12, stem=1), max_tokens=4)
+    driver.run()
+    assert driver.outputs[first] == expected(driver, prompt(3), 17)
+    assert driver.outputs[second] == expected(driver, prompt(12, stem=1), 4)
 
 
 def test_a_sequence_that_fills_the_pool_ends_with_length_and_the_queue_moves_on() -> None:
@@ -157,18 +199,25 @@ def test_a_full_queue_refuses_the_next_request() -> None:
     assert [driver.rejected[key].reason if key in driver.rejected else None for key in keys] == [None, None, "queue_full"]
 
 
-@pytest.mark.parametrize("bad", ["empty", "keys"])
-def test_a_malformed_request_is_refused_and_changes_nothing(bad: str) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt_ids": b""},
+        {"prefix_keys": b"short"},
+        {"prompt_ids": bytes(34), "output_ids": bytes(2)},
+        {"output_ids": bytes(4 * 8)},
+    ],
+    ids=["no prompt", "wrong keys", "half a token", "nothing left to generate"],
+)
+def test_a_malformed_request_is_refused_and_changes_nothing(bad: dict[str, bytes]) -> None:
     driver = CoreDriver(block_size=4)
-    key = driver.add([] if bad == "empty" else prompt(9))
-    if bad == "keys":
-        request = driver.log[-1][1]
-        assert isinstance(request, AddRequest)
-        other = msgspec.structs.replace(request.key, request=99)
-        driver.outputs[other] = []
-        driver.handle(msgspec.structs.replace(request, key=other, prefix_keys=b"short"))
-        key = other
-    assert driver.rejected[key].reason == "invalid"
+    driver.add(prompt(9), max_tokens=8)
+    request = driver.log[-1][1]
+    assert isinstance(request, AddRequest)
+    other = msgspec.structs.replace(request.key, request=99)
+    driver.handle(msgspec.structs.replace(request, key=other, **bad))
+    assert driver.rejected[other].reason == "invalid"
+    assert list(driver.core.sequences) == [request.key]
 
 
 def test_adding_a_request_twice_changes_nothing() -> None:
@@ -195,8 +244,9 @@ def test_an_abort_frees_everything_at_the_latest_with_the_plan_in_flight(in_flig
     if in_flight:
         driver.turn()
     driver.abort(key)
-    driver.answer()
     pool = driver.core.memory.pool
+    assert pool.num_fenced == pool.num_used == (3 if in_flight else 0)
+    driver.answer()
     assert (pool.num_used, len(driver.core.sequences)) == (0, 0)
     assert key not in driver.finished
     driver.run()
@@ -238,6 +288,62 @@ def test_a_failed_row_fails_its_request_only() -> None:
     assert driver.finished[keys[1]].error == "planted failure"
 
 
+def answer_with(driver: CoreDriver, **changes: object) -> None:
+    """Lets the plan in flight be answered by one result that was tampered with."""
+    assert isinstance(driver.in_flight, StepDone)
+    results = tuple(msgspec.structs.replace(result, **changes) for result in driver.in_flight.results)
+    driver.in_flight = msgspec.structs.replace(driver.in_flight, results=results)
+    driver.answer()
+
+
+@pytest.mark.parametrize("missing", ["result", "token"])
+def test_a_step_without_the_token_it_was_to_draw_fails_the_request(missing: str) -> None:
+    driver = CoreDriver()
+    key = driver.add(prompt(5), max_tokens=3)
+    driver.turn()
+    answer_with(driver, **({"row": 7} if missing == "result" else {"token_ids": ()}))
+    assert (driver.finished[key].finish_reason, driver.finished[key].error) == ("error", "no token")
+    assert driver.core.memory.pool.num_used == 0
+
+
+def test_a_deferred_row_draws_from_the_same_position_in_the_next_step() -> None:
+    driver = CoreDriver(block_size=4)
+    key = driver.add(prompt(5), max_tokens=6)
+    driver.worker.defer = lambda row, version: True
+    driver.step()
+    assert driver.outputs[key] == []
+    driver.turn()
+    (piece,) = driver.plans[-1].slices
+    assert (piece.start, piece.num_tokens, piece.sample) == (4, 1, True)
+    driver.worker.defer = lambda row, version: False
+    driver.answer()
+    driver.run()
+    assert driver.outputs[key] == expected(driver, prompt(5), 6)
+
+
+def test_of_several_tokens_those_behind_the_end_are_dropped_with_their_logprobs() -> None:
+    driver = CoreDriver()
+    key = driver.add(prompt(5), max_tokens=9, sampling=SamplingParams(stop_token_ids=(2,)))
+    driver.turn()
+    logprobs = tuple(TokenLogprobs(-float(number), b"", b"") for number in range(3))
+    answer_with(driver, token_ids=(1, 2, 3), logprobs=logprobs)
+    last = driver.finished[key]
+    assert (last.token_ids, last.logprobs, last.stop_token_id) == ((1, 2), logprobs[:2], 2)
+
+
+def test_a_step_ends_when_the_last_rank_has_answered_and_the_first_rank_says_what_was_drawn() -> None:
+    driver = CoreDriver(num_workers=2)
+    key = driver.add(prompt(5), max_tokens=1)
+    driver.turn()
+    done = driver.in_flight
+    assert isinstance(done, StepDone)
+    driver.answer()
+    assert key not in driver.finished
+    other = RowResult(done.results[0].row, done.results[0].version, "accepted", (31,), (), "")
+    driver.handle(msgspec.structs.replace(done, rank=1, results=(other,)))
+    assert driver.outputs[key] == expected(driver, prompt(5), 1)
+
+
 def test_a_missing_row_is_installed_again_and_nothing_is_lost() -> None:
     driver = CoreDriver(block_size=4)
     keys = [driver.add(prompt(5, stem), max_tokens=8) for stem in range(3)]
@@ -247,7 +353,8 @@ def test_a_missing_row_is_installed_again_and_nothing_is_lost() -> None:
     driver.run()
     for stem, key in enumerate(keys):
         assert driver.outputs[key] == expected(driver, prompt(5, stem), 8)
-    assert driver.core.counters.num_rows_missing == 1
+    installs = [effect.row for _, _, effects in driver.log for effect in effects if isinstance(effect, InstallRow)]
+    assert sorted(installs) == [0, 0, 1, 1, 2, 2]
 
 
 def test_outputs_of_one_step_travel_in_one_message() -> None:
@@ -258,6 +365,33 @@ def test_outputs_of_one_step_travel_in_one_message() -> None:
     driver.answer()
     messages = [effect for effect in driver.log[-1][2] if isinstance(effect, StepOutput)]
     assert [len(message.outputs) for message in messages] == [4]
+
+
+def test_each_frontend_is_told_of_its_own_sequences() -> None:
+    driver = CoreDriver(max_model_len=10)
+    keys = [driver.add(prompt(5, frontend), max_tokens=1, frontend=frontend) for frontend in (1, 0)]
+    refused = driver.add(prompt(10), frontend=1)
+    assert [effect.frontend for effect in driver.log[-1][2] if isinstance(effect, StepOutput)] == [1]
+    assert refused in driver.rejected
+    driver.step()
+    messages = [effect for effect in driver.log[-1][2] if isinstance(effect, StepOutput)]
+    assert [(message.frontend, [output.key for output in message.outputs]) for message in messages] == [(0, [keys[1]]), (1, [keys[0]])]
+
+
+def test_workers_are_told_which_rows_they_may_forget() -> None:
+    driver = CoreDriver()
+    first = driver.add(prompt(5), max_tokens=1)
+    driver.add(prompt(5, stem=1), max_tokens=4)
+    driver.step()
+    assert first in driver.finished
+    driver.turn()
+    assert driver.plans[-1].released_rows == (0,)
+    driver.answer()
+    driver.add(prompt(5, stem=2), max_tokens=1)
+    driver.step()
+    driver.add(prompt(5, stem=3), max_tokens=1)
+    driver.turn()
+    assert not driver.plans[-1].released_rows, "row 0 was installed anew with this plan"
 
 
 def test_a_row_number_is_reused_only_after_its_plan_is_acknowledged() -> None:
@@ -292,3 +426,28 @@ def test_snapshots_are_sent_at_most_every_interval_and_also_when_idle() -> None:
     last = driver.snapshots[-1]
     assert last.blocks_free + last.blocks_cached + last.blocks_used == last.blocks_total
     assert (last.num_running, last.tokens_generated) == (0, 40)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_snapshot_counts_what_was_computed_shared_and_planned(num_groups: int) -> None:
+    driver = CoreDriver(block_size=4, num_groups=num_groups, snapshot_interval_s=0.0)
+    driver.add(prompt(9), max_tokens=2)
+    driver.run()
+    driver.add(prompt(9), max_tokens=1)
+    driver.turn()
+    last = driver.snapshots[-1]
+    assert (last.prefix_query_tokens, last.prefix_hit_tokens) == (18, 8)
+    assert (last.tokens_computed, last.tokens_recomputed) == (9 + 1 + 1, 0)
+    assert last.steps_with_tokens == {16: 1, 1: 2}
+    assert (last.num_running, last.blocks_used, last.slot_utilization) == (1, 3 * num_groups, 9 / 12)
+    driver.abort(next(iter(driver.core.sequences)))
+    driver.turn()
+    assert (driver.snapshots[-1].blocks_used, driver.snapshots[-1].slot_utilization) == (3 * num_groups, 0.0)
+
+
+def test_the_time_in_the_queue_ends_with_the_first_slice() -> None:
+    driver = CoreDriver(max_num_seqs=1)
+    keys = [driver.add(prompt(5, stem), max_tokens=2) for stem in range(2)]
+    driver.run()
+    # the clock of the driver moves by 0.01 s with each event
+    assert [round(driver.finished[key].queue_s, 3) for key in keys] == [0.02, 0.05]

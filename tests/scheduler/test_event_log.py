@@ -70,6 +70,9 @@ def test_something_else_is_refused_with_a_sentence(tmp_path: Path, content: byte
     assert replay(tmp_path / "log").returncode == 2
 
 
-def test_the_log_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_log_is_readable_by_its_owner_only(tmp_path: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "log").touch(0o644)
     record(tmp_path / "log")
     assert (tmp_path / "log").stat().st_mode & 0o077 == 0

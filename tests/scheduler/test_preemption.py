@@ -53,10 +53,11 @@ def test_preempted_sequences_resume_before_new_ones_enter() -> None:
 def test_what_the_prefix_index_still_holds_is_not_computed_again() -> None:
     driver = CoreDriver(num_blocks=12, block_size=4)
     driver.add(prompt(0), max_tokens=20)
-    driver.add(prompt(1, 20), max_tokens=20)
+    victim = driver.add(prompt(1, 20), max_tokens=20)
     driver.run()
+    assert driver.finished[victim].num_cached_tokens == 0, "its own blocks are no gift of the cache"
     assert driver.core.preemption.num_recomputed == 1
-    assert driver.core.counters.tokens_recomputed < 20
+    assert 0 < driver.core.counters.tokens_recomputed < 20
 
 
 def test_a_more_urgent_request_takes_a_seat_from_a_less_urgent_one() -> None:
@@ -72,6 +73,16 @@ def test_a_more_urgent_request_takes_a_seat_from_a_less_urgent_one() -> None:
         assert driver.outputs[key] == expected_tokens(prompt(stem), SamplingParams(), 0, 8192, 40, VOCAB)
 
 
+def test_what_a_victim_was_given_in_this_step_goes_to_the_others() -> None:
+    driver = CoreDriver(max_num_seqs=2, max_num_batched_tokens=3, scheduling_policy="priority")
+    for stem in range(2):
+        driver.add(prompt(stem, 1), max_tokens=40, priority=5)
+    driver.step()
+    driver.add(prompt(7, 9), max_tokens=3, priority=-1)
+    driver.step()
+    assert [piece.num_tokens for piece in driver.plans[-1].slices] == [1, 2]
+
+
 def test_a_more_urgent_request_takes_blocks_only_if_that_lets_it_in() -> None:
     driver = CoreDriver(num_blocks=8, block_size=4, scheduling_policy="priority")
     first = driver.add(prompt(0, 20), max_tokens=8, priority=0)
@@ -84,12 +95,43 @@ def test_a_more_urgent_request_takes_blocks_only_if_that_lets_it_in() -> None:
     assert all(key in driver.finished for key in (first, low, big))
 
 
+def test_what_the_needy_one_would_adopt_is_no_gain() -> None:
+    """Yielding would free one block for it: the six of the common prefix it takes over itself."""
+    driver = CoreDriver(num_blocks=15, block_size=4, scheduling_policy="priority")
+    first = driver.add(prompt(0, 20), max_tokens=10, priority=0)
+    common = prompt(1, 24)
+    low = driver.add([*common, 1], max_tokens=8, priority=5)
+    driver.step()
+    needy = driver.add([*common, *prompt(2, 10)], max_tokens=2, priority=1)
+    driver.step()
+    assert statuses(driver)[low] is Status.RUNNING, "yielding would not have made room"
+    driver.run()
+    assert all(key in driver.finished for key in (first, low, needy))
+
+
 def test_equals_never_push_each_other_out() -> None:
     driver = CoreDriver(max_num_seqs=1, scheduling_policy="priority")
     for stem in range(4):
         driver.add(prompt(stem), max_tokens=5, priority=1)
     driver.run()
     assert driver.core.preemption.num_recomputed == 0
+
+
+def test_the_first_running_one_gets_its_blocks_even_if_those_behind_hold_only_shared_ones_and_the_head_is_kept_out() -> None:
+    driver = CoreDriver(num_blocks=6, block_size=4, scheduling_policy="static")
+    for stem in range(4):
+        driver.add(prompt(stem, 16), arrival=float(stem))
+    core = driver.core
+    _, first, second, third = core.queues.waiting
+    for sequence in (first, second, third):
+        core.queues.move(sequence, Status.RUNNING)
+    assert core.memory.extend(first, 4)
+    assert core.memory.extend(second, 16)
+    for block in list(second.tables[0])[:3]:
+        core.memory.pool.reference(block)
+        third.tables[0].append(block)
+    assert core.preemption.extend(first, 16)
+    assert (second.status, third.status) == (Status.PREEMPTED, Status.PREEMPTED)
 
 
 def test_static_batches_enter_only_when_the_last_one_has_ended() -> None:

@@ -95,6 +95,27 @@ def test_a_waiting_sequence_is_passed_by_unrelated_ones_but_not_for_ever() -> No
     assert driver.finished[twin].num_cached_tokens == 992
 
 
+def test_nobody_waits_for_one_behind() -> None:
+    driver = CoreDriver(num_blocks=512, max_num_batched_tokens=128, scheduling_policy="priority")
+    driver.add(own(1), max_tokens=1, priority=1)
+    driver.step()
+    urgent = driver.add(own(2), max_tokens=1, priority=0)
+    for _ in range(8):
+        driver.step()
+    assert urgent in driver.finished
+    assert driver.finished[urgent].num_cached_tokens == 128
+
+
+def test_only_prompt_tokens_count_as_cached() -> None:
+    driver = CoreDriver(block_size=4)
+    first = driver.add(STEM[:6], max_tokens=10)
+    driver.run()
+    again = driver.add(STEM[:6], max_tokens=10, output=driver.outputs[first][:9])
+    driver.run()
+    assert driver.outputs[again] == driver.outputs[first]
+    assert driver.finished[again].num_cached_tokens == 6
+
+
 def test_when_the_one_ahead_is_aborted_the_waiting_one_computes_the_rest_itself() -> None:
     driver = CoreDriver(num_blocks=512, max_num_batched_tokens=128)
     first = driver.add(own(1), max_tokens=1)

@@ -13,10 +13,12 @@ import pytest
 
 from pagemill.messages import Drain, PeerLost, PlanId, SamplingParams, SequenceKey, StepDone, TransferDone
 from scheduler.core_config import CoreConfig
+from scheduler.policies import load_policies
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 
 VOCAB = 32
+POLICIES = sorted(load_policies())
 #: Events of all walks together; the suite promises at least this many.
 NUM_EVENTS = 100_000
 WALKS = 125
@@ -37,7 +39,7 @@ class Walk:
                 max_num_seqs=self.random.randint(1, 8),
                 max_num_batched_tokens=self.random.choice((1, 3, 8, 64)),
                 max_num_queued=self.random.choice((4, 64)),
-                scheduling_policy=self.random.choice(("fcfs", "priority", "static")),
+                scheduling_policy=self.random.choice(POLICIES),
                 prefix_caching=self.random.random() < 0.8,
             )
         )
@@ -50,7 +52,7 @@ class Walk:
         driver = self.driver
         while len(driver.log) < num_events:
             self._event()
-        driver.worker.fail = lambda row, version: False
+        driver.worker.fail = driver.worker.defer = lambda row, version: False
         driver.run(limit=20_000)
         self._check_outcomes()
         return len(driver.log)
@@ -76,8 +78,10 @@ class Walk:
             driver.worker.rows.pop(self.random.choice(list(driver.worker.rows)))
         elif dice < 0.985:
             driver.worker.fail = lambda row, version: (row + version) % 11 == 0
-        elif dice < 0.99:
-            driver.worker.fail = lambda row, version: False
+        elif dice < 0.988:
+            driver.worker.defer = lambda row, version: (row + version) % 3 == 0
+        elif dice < 0.992:
+            driver.worker.fail = driver.worker.defer = lambda row, version: False
         else:
             self._stray()
 
@@ -95,7 +99,12 @@ class Walk:
             whole = expected_tokens(prompt, sampling, seed, longest, max_tokens, VOCAB)
             output = whole[: dice.randint(0, max(0, len(whole) - 1))]
         priority = dice.choice((0, 0, 1, 2)) if self.driver.core.policy.READS_PRIORITY else 0
-        key = self.driver.add(prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, priority=priority, cached=dice.random() < 0.9, output=output)
+        #: Frontends tokenize in parallel, and resubmit: requests do not come in the order in which they arrived.
+        arrival = len(self.asked) + dice.choice((0.0, 0.0, -3.5, -100.5))
+        cached = dice.random() < 0.9
+        key = self.driver.add(
+            prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, priority=priority, cached=cached, output=output, arrival=arrival
+        )
         self.asked[key] = (prompt, sampling, seed, max_tokens, len(output))
 
     def _stray(self) -> None:

@@ -1,0 +1,115 @@
+"""Typed channels: the handshake, what a stranger gets, and frames that mean nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from pagemill import PROTOCOL_VERSION
+from pagemill.channels import Channel, ChannelError
+from pagemill.messages import DebugStateQuery, FrontendToScheduler, Hello, SchedulerToFrontend, StepOutput
+
+Bound = Channel[SchedulerToFrontend, FrontendToScheduler]
+Connected = Channel[FrontendToScheduler, SchedulerToFrontend]
+TOKEN = b"secret token"
+SCHEDULER = Hello(TOKEN, PROTOCOL_VERSION, "scheduler", 0, 0)
+FRONTEND = Hello(TOKEN, PROTOCOL_VERSION, "frontend", 0, 0)
+
+
+class Pair:
+    """The scheduler's end and whatever connects to it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> None:
+        self._context = context
+        self._address = f"ipc://{folder}/s"
+        self.bound: Bound = Channel(context, self._address, bind=True, hello=SCHEDULER, peer="frontend", incoming=FrontendToScheduler)
+
+        self._sockets = [self.bound.socket]
+
+    def connect(self, hello: Hello = FRONTEND) -> Connected:
+        channel: Connected = Channel(self._context, self._address, bind=False, hello=hello, peer="scheduler", incoming=SchedulerToFrontend)
+        self._sockets.append(channel.socket)
+        return channel
+
+    def connect_raw(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        self._sockets.append(socket)
+        socket.connect(self._address)
+        return socket
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(zmq.Context(), tmp_path)
+    yield made
+    made.close()
+
+
+def receive(channel: Bound | Connected, timeout_s: float = 10.0) -> object:
+    """The next message; fails if none comes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        channel.socket.poll(50)
+        message = channel.receive()
+        if message is not None:
+            return message
+    raise AssertionError("no message")
+
+
+def test_both_ends_are_greeted_before_anything_else_arrives(pair: Pair) -> None:
+    frontend = pair.connect()
+    frontend.send(DebugStateQuery(1))
+    assert pair.bound.greeted is False
+    assert receive(pair.bound) == DebugStateQuery(1)
+    pair.bound.send(StepOutput(0, 1, (), ()))
+    assert receive(frontend) == StepOutput(0, 1, (), ())
+    assert frontend.greeted
+
+
+@pytest.mark.parametrize(
+    ("hello", "says"),
+    [
+        (msgspec.structs.replace(FRONTEND, token=b"guess"), "a stranger"),
+        (msgspec.structs.replace(FRONTEND, kind="worker"), "a stranger"),
+        (msgspec.structs.replace(FRONTEND, protocol_version=PROTOCOL_VERSION + 1), "broken installation"),
+    ],
+    ids=["token", "kind", "version"],
+)
+def test_who_is_not_the_peer_is_refused(pair: Pair, hello: Hello, says: str) -> None:
+    pair.connect(hello)
+    with pytest.raises(ChannelError, match=says):
+        receive(pair.bound)
+    assert not pair.bound.greeted
+
+
+def test_who_speaks_before_the_handshake_is_refused(pair: Pair) -> None:
+    pair.connect_raw().send(msgspec.msgpack.encode(DebugStateQuery(1)))
+    with pytest.raises(ChannelError, match="before its handshake"):
+        receive(pair.bound)
+
+
+def test_a_frame_that_means_nothing_is_dropped_and_counted(pair: Pair) -> None:
+    stranger = pair.connect_raw()
+    for frame in (msgspec.msgpack.encode(FRONTEND), b"\xc1", msgspec.msgpack.encode(["NoSuchMessage", 1]), msgspec.msgpack.encode(DebugStateQuery(2))):
+        stranger.send(frame)
+    assert receive(pair.bound) == DebugStateQuery(2)
+    assert pair.bound.num_dropped == 2
+
+
+def test_a_bound_end_cannot_send_before_anybody_is_there(pair: Pair) -> None:
+    with pytest.raises(ChannelError, match="stuck"):
+        pair.bound.send(StepOutput(0, 1, (), ()))
+
+
+def test_the_token_is_in_no_representation() -> None:
+    assert "secret" not in repr(SCHEDULER)
