@@ -80,7 +80,7 @@ class Application:
 
     def _match(self, path: str) -> tuple[Route | None, dict[str, Any]]:
         for route in self.routes:
-            match = route.regex.match(path)
+            match = route.regex.fullmatch(path)
             if match is not None:
                 return route, match.groupdict()
         return None, {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -28,8 +29,8 @@ MAX_STRINGS = 400_000
 MAX_VALUES = 1_000_000
 MAX_FIELDS = 1_000
 BODY_TIMEOUT_S = 60.0
-#: Bodies above this size are decoded in a thread.
-_LARGE_BYTES = 64 * 1024
+#: Bodies above this size are worked on in a thread.
+_LARGE_BYTES = 16 * 1024
 
 _OTHERS = bytes(byte for byte in range(256) if byte not in b"[]{}:,")
 _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -40,6 +41,7 @@ _SAFE_COMPLAINT = re.compile(r"Expected `[a-z| ]+`, got `[a-z]+`|Object missing 
 
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
+Result = TypeVar("Result")
 
 
 async def read_json(request: Request) -> bytes:
@@ -66,9 +68,14 @@ async def read_json(request: Request) -> bytes:
 
 async def decode(data: bytes, decoder: msgspec.json.Decoder[Body], endpoint: EndpointName | None = None) -> tuple[Body, Fields]:
     """A body as its struct, and its top-level fields undecoded. Raises ApiError (400)."""
+    return await digest(data, lambda: _decode(data, decoder, endpoint))
+
+
+async def digest(data: bytes, work: Callable[[], Result]) -> Result:
+    """The result of work that grows with the body `data`. Of a large body it is done in a thread, so that streams go on."""
     if len(data) < _LARGE_BYTES:
-        return _decode(data, decoder, endpoint)
-    return await asyncio.to_thread(_decode, data, decoder, endpoint)
+        return work()
+    return await asyncio.to_thread(work)
 
 
 _fields_decoder = msgspec.json.Decoder(Fields)

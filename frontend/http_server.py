@@ -1,8 +1,9 @@
 """The HTTP server: uvicorn with httptools on an inherited listening socket, and the guards that it lacks.
 
-Guards: header lines, their size and the time they take are bounded; a malformed request is answered in the API's error
-shape; the application can drop a connection whose client does not read (`ABORT_EXTENSION`). Signals are left to the
-launcher, proxies' headers are not believed.
+Guards: header lines, their size and the time they take are bounded, and so is the time in which a client takes or sends
+nothing at all; a malformed request is answered in the API's error shape; a client that leaves is noticed whatever it sent
+ahead; an offer to upgrade is passed over; the application can drop a connection whose client does not read
+(`ABORT_EXTENSION`). Signals are left to the launcher, proxies' headers are not believed.
 This module must not know what is served.
 """
 
@@ -12,9 +13,11 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from frontend.app import ABORT_EXTENSION
 from frontend.errors import ApiError
@@ -23,6 +26,11 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADER_LINES = 100
 HEADER_TIMEOUT_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 30
+#: A client that takes none of what waits for it is given up after this time.
+WRITE_TIMEOUT_S = 60.0
+#: Requests sent ahead of their turn on one connection, and bytes of them that are kept unparsed.
+MAX_PIPELINED = 16
+MAX_BACKLOG_BYTES = 1024 * 1024
 #: After everything has been ended, connections get this long to take their last bytes.
 SHUTDOWN_TIMEOUT_S = 3
 
@@ -59,6 +67,10 @@ class HeadersTooLargeError(Exception):
     """Raised inside the parser, which then gives up."""
 
 
+class TooManyPipelinedError(Exception):
+    """Raised inside the parser, which then gives up."""
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -66,33 +78,97 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_header_lines = 0
     _reading_headers = True
     _headers_too_large = False
-    _header_deadline: asyncio.TimerHandle | None = None
+    _replaying = False  #: a head that has been handled is parsed once more
+    _running: RequestResponseCycle | None = None
+    _backlog = b""
+    _idle: _Watchdog  #: of the time without a request
+    _unread: _Watchdog  #: of the time in which the client takes nothing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm_header_deadline()
+        self._idle, self._unread = _Watchdog(transport), _Watchdog(transport)
+        self._idle.arm(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm_header_deadline()
+        self._idle.disarm()
+        self._unread.disarm()
+        # Of pipelined requests the base class would tell the last only.
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
+    # --- reading ------------------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
+        """While requests wait for their turn, what follows them waits unparsed. It is read all the same: who does not read does not see the client leave."""
+        if self.pipeline:
+            self._backlog += data
+            if len(self._backlog) > MAX_BACKLOG_BYTES:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
         unfinished_bytes = len(data) if self._reading_headers else 0
-        super().data_received(data)
+        self._parse(data)
         self._num_header_bytes += unfinished_bytes if self._reading_headers else 0
         if self._num_header_bytes > MAX_HEADER_BYTES and self._reading_headers and not self.transport.is_closing():
             self._headers_too_large = True
             self.send_400_response("")
+        if self.pipeline and not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._idle.disarm()  # headers begun ahead of their turn are not late
+
+    def _parse(self, data: bytes) -> None:
+        """The parser stops where another protocol would begin after an `Upgrade`. None is offered here, so HTTP goes on."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = data[stop.args[0] :]
+                self._resume_http()
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _resume_http(self) -> None:
+        """The parser has skipped the body of the request. A new one is told how the body is framed, and reads it."""
+        framing = self._framing_of_upgrade()
+        if not framing:
+            return
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._replaying = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % header for header in framing) + b"\r\n")
+        self._replaying = False
+
+    def _framing_of_upgrade(self) -> list[tuple[bytes, bytes]]:
+        """The headers that announce a body of a request which offers to upgrade; nothing for other requests."""
+        if not self.parser.should_upgrade():
+            return []
+        return [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+
+    # --- the parser's callbacks ---------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._replaying:
+            return
         super().on_message_begin()
         self._num_header_bytes = self._num_header_lines = 0
         self._reading_headers = True
-        self._arm_header_deadline()
+        self._idle.arm(HEADER_TIMEOUT_S)
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_url(self, url: bytes) -> None:
+        if not self._replaying:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called for trailers as well."""
+        if self._replaying:
+            return
         self._num_header_lines += 1
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_lines > MAX_HEADER_LINES or self._num_header_bytes > MAX_HEADER_BYTES:
@@ -101,21 +177,69 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._replaying:
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise TooManyPipelinedError
         self._reading_headers = False
-        self._disarm_header_deadline()
+        self._idle.disarm()
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        if not self._framing_of_upgrade():
+            super().on_message_complete()
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._idle.arm(HEADER_TIMEOUT_S)  # also for a body that nobody wanted to read, and which may never end
+        if self._backlog and not self.pipeline and not self.transport.is_closing():
+            backlog, self._backlog = self._backlog, b""
+            self.data_received(backlog)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread.arm(WRITE_TIMEOUT_S)
+
+    def resume_writing(self) -> None:
+        self._unread.disarm()
+        super().resume_writing()
+
     def send_400_response(self, msg: str) -> None:
-        error = _TOO_LARGE if self._headers_too_large else _MALFORMED
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(error.body)
-        self.transport.write(STATUS_LINE[error.status] + head + error.body)
+        """Written only where no other response is being written."""
+        if self._running is None or self._running.response_complete or not self._running.response_started:
+            error = _TOO_LARGE if self._headers_too_large else _MALFORMED
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(error.body)
+            self.transport.write(STATUS_LINE[error.status] + head + error.body)
         self.transport.close()
 
-    def _arm_header_deadline(self) -> None:
-        self._disarm_header_deadline()
-        self._header_deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
 
-    def _disarm_header_deadline(self) -> None:
-        if self._header_deadline is not None:
-            self._header_deadline.cancel()
-            self._header_deadline = None
+class _Watchdog:
+    """Drops a connection in time, unless its client is still taking what was written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_unsent = 0
+
+    def arm(self, timeout_s: float) -> None:
+        self.disarm()
+        self._num_unsent = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
+
+    def disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, timeout_s: float) -> None:
+        if 0 < self._transport.get_write_buffer_size() < self._num_unsent:
+            self.arm(timeout_s)
+        else:
+            self._transport.abort()

@@ -42,6 +42,7 @@ class Rule(msgspec.Struct, frozen=True):
     low: float | None = None
     high: float | None = None
     max_length: int | None = None  #: of a list, a mapping, or a string in characters
+    max_bytes: int | None = None  #: of its JSON, where decoding what is too long would already cost much
     indexes: Indexed = ""  #: what an integer in it indexes; checked where the size is known
 
 
@@ -61,7 +62,9 @@ _COMMON: dict[str, Rule] = {
     "repetition_penalty": _number(0.01, 100),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "logit_bias": Rule("an object from token ids to numbers from -100 to 100", max_length=MAX_LOGIT_BIASES, indexes="vocabulary"),
+    "logit_bias": Rule(
+        "an object from token ids to numbers from -100 to 100", max_length=MAX_LOGIT_BIASES, max_bytes=64 * MAX_LOGIT_BIASES, indexes="vocabulary"
+    ),
     "seed": Rule("an integer of 64 bits", -_INT64, _INT64 - 1),
     "n": Rule(f"an integer from 1 to {MAX_CHOICES}", 1, MAX_CHOICES, indexes="choices"),
     "stop": Rule(f"a string or a list of at most {MAX_STOPS} strings, none empty or above {MAX_STOP_BYTES} bytes"),
@@ -148,9 +151,12 @@ _MAX_NEUTRAL_BYTES = 256
 
 
 def check_names(endpoint: EndpointName, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raises ApiError (400) for the first field that asks for what is not there."""
-    refused = REFUSED[endpoint]
+    """Raises ApiError (400) for the first field that asks for what is not there, or is too large to be looked at."""
+    refused, understood = REFUSED[endpoint], UNDERSTOOD[endpoint]
     for name, raw in fields.items():
+        rule = understood.get(name)
+        if rule is not None and rule.max_bytes is not None and len(memoryview(raw)) > rule.max_bytes:
+            raise broken(endpoint, name)
         if name not in refused or _asks_for_nothing(raw, refused[name]):
             continue
         if name != "best_of" or not _equals_n(fields):
@@ -189,12 +195,20 @@ def _in_range(number: float, rule: Rule) -> bool:
 def _asks_for_nothing(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
     if len(memoryview(raw)) > _MAX_NEUTRAL_BYTES:
         return False
-    value = msgspec.json.decode(raw)
+    value = _value(raw)
     return value is None or any(type(value) is type(candidate) and value == candidate for candidate in neutral)
 
 
 def _equals_n(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether `best_of` is `n`, which is 1 if absent or null."""
-    n = msgspec.json.decode(fields["n"]) if "n" in fields else None
-    best_of = msgspec.json.decode(fields["best_of"])
+    n = _value(fields["n"]) if "n" in fields else None
+    best_of = _value(fields["best_of"])
     return type(best_of) is int and best_of == (1 if n is None else n)
+
+
+def _value(raw: msgspec.Raw) -> object:
+    """A field's value, or something that equals nothing if Python has no such number (1e400)."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.MsgspecError:
+        return object()

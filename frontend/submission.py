@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from frontend.chat_template import Message
 from frontend.choice import Choice
@@ -30,11 +31,14 @@ from pagemill.telemetry import get_logger
 
 #: Texts of fewer characters are encoded in the event loop: it takes less than a step.
 _SHORT_CHARACTERS = 4096
+#: What a text costs beside its characters: its part of the template, or a call.
+_TEXT_CHARACTERS = 32
 _NUM_THREADS = 4
 
 log = get_logger("frontend.submission")
 
 Encode = Callable[[], Sequence[list[int]]]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Submitter:
 
         return await self._start(request, texts, encode, record, key_id)
 
-    async def run(self, work: Callable[[], list[int]], num_characters: int) -> list[int]:
+    async def run(self, work: Callable[[], Result], num_characters: int) -> Result:
         """Tokenizer work of an endpoint, in a thread if it may take long."""
         if num_characters < _SHORT_CHARACTERS:
             return work()
@@ -84,16 +88,14 @@ class Submitter:
 
     async def _start(self, request: GenerationRequest, texts: Sequence[str], encode: Encode, record: RequestRecord, key_id: str) -> Generation:
         geometry = self._readiness.require()
-        self._refuse_hopeless(request, texts, geometry)
         root = self._root(key_id)
 
         def prepare() -> list[_Prompt]:
+            self._refuse_hopeless(request, texts, geometry)
             return [_prompt(ids, request, geometry, root) for ids in encode()]
 
-        if sum(map(len, texts)) < _SHORT_CHARACTERS and texts:
-            prompts = prepare()
-        else:
-            prompts = await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+        num_characters = sum(map(len, texts)) + _TEXT_CHARACTERS * len(texts)
+        prompts = await self.run(prepare, num_characters if texts else _SHORT_CHARACTERS)
         self._readiness.require()  # it may have changed meanwhile
         return self._submit(request, prompts, root, record)
 

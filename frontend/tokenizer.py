@@ -94,11 +94,12 @@ class Tokenizer:
         return 0 if self._hub.normalizer is not None else len(text.encode()) // self._max_token_bytes
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self._hub.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._hub.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]  # `decode` would hold the GIL all the time
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """How the vocabulary writes each id."""
-        return [self._hub.id_to_token(token_id) or "" for token_id in token_ids]
+        names = {token_id: self._hub.id_to_token(token_id) or "" for token_id in set(token_ids)}
+        return [names[token_id] for token_id in token_ids]
 
 
 def _encode(tokenizer: HubTokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens that together reach this share")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply")
+    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="longest reply (default: 1024)")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same replies")
     parser.add_argument("--stats", action="store_true", help="show tokens/s, time to first token and cached tokens after each reply")
     return parser

@@ -135,6 +135,8 @@ def _resolve(name: str, progress: Progress) -> ResolvedModel:
         return _resolve_gguf(path.resolve(), path.stem, _models_home() / f"gguf--{path.stem}--{_file_identity(path.resolve())[:12]}", progress)
     if path.is_dir():
         return _folder(path.resolve(), None, path.resolve().name)
+    if name.startswith(("/", "./", "../", "~")):
+        raise ModelError(f"there is no folder {name}")
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
         return _folder(download_from_hub(name, progress), None, name)
     raise ModelError(f"{name!r} is neither a folder nor a model that is known by name{_suggestion(name)}: see `pagemill models`")

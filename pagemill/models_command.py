@@ -5,7 +5,6 @@ Only presentation: what a model is and where it comes from is the model store's 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
@@ -15,11 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from pagemill.model_store import known_models, pagemill_home, resolve
+from pagemill.options import OneLineParser
 
 
 def main(argv: list[str]) -> int:
     """`[--json]`, or `fetch NAME`. Raises ModelError, which the command line reports."""
-    parser = argparse.ArgumentParser(prog="pagemill models", description="List the models that are known and cached, or fetch one.")
+    about = "List the models that are known and cached, or fetch one: pagemill models fetch NAME."
+    parser = OneLineParser(prog="pagemill models", description=about)
     parser.add_argument("--json", action="store_true", help="one JSON array on standard output")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="download and convert a model now")

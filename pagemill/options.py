@@ -132,8 +132,12 @@ def read_config_file(path: str) -> dict[str, Any]:
     options = {option.name: option for option in serve_options()}
     for key in content:
         if key not in options:
-            raise UsageError(f"--config: {path}: unknown key {key!r}{_did_you_mean(key, options)}")
-    return {key: parse_value(options[key], value) for key, value in content.items()}
+            table = "; settings stand at the top level, without tables" if isinstance(content[key], dict) else _did_you_mean(key, options)
+            raise UsageError(f"--config: {path}: unknown key {key!r}{table}")
+    try:
+        return {key: parse_value(options[key], value) for key, value in content.items()}
+    except UsageError as error:
+        raise UsageError(f"--config: {path}: {error}") from None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -147,7 +151,7 @@ def refuse_unknown(arguments: list[str]) -> None:
     """Raises UsageError for the first argument that no parser knew, with a guess at what was meant."""
     if arguments:
         flag = arguments[0].split("=")[0]
-        raise UsageError(f"unknown argument {flag}{_did_you_mean(flag, [option.flag for option in serve_options()])} (see pagemill --help)")
+        raise UsageError(f"there is no {flag}{_did_you_mean(flag, [option.flag for option in serve_options()])} in this version (see pagemill serve --help)")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -136,7 +136,7 @@ class ConsoleReporter:
     def _show_progress(self, process: str, phase: str, fraction: float | None, detail: str) -> None:
         """One line for each process. A fraction of None moves without end."""
         if self._bar is None:
-            columns = TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.fields[detail]}"), TimeElapsedColumn()
+            columns = TextColumn("{task.description:<24}"), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.fields[detail]}")
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
         total = None if fraction is None else 1.0
@@ -176,11 +176,12 @@ def banner(url: str, model: str, has_key: bool) -> str:
   API        {url}/v1
 
   curl {url}/v1/chat/completions -H "Content-Type: application/json"{header} \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    -d '{{"model": "{model}", "max_tokens": 64, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
   {"import os; " if has_key else ""}from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key={key})
-  print(client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)
+  messages = [{{"role": "user", "content": "Hello!"}}]
+  print(client.chat.completions.create(model="{model}", messages=messages, max_tokens=64).choices[0].message.content)
 """
 
 

@@ -269,5 +269,5 @@ class SchedulerProcess:
         self._core = SchedulerCore(config)
         if self._config.event_log:
             self._log = EventLog(self._config.event_log, config)
-        log.info("core_built", num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len)
+        log.debug("core_built", num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len)
         self._child.control.send(Ready(f"{config.num_blocks} KV blocks of {config.block_size} tokens"))

@@ -74,14 +74,16 @@ def mixed_lengths(
 ) -> list[Request]:
     """Many short prompts and every `long_every`-th of `long_prompt` tokens; prompt and output together are `mean` long on average."""
     num_long = len(range(0, num_requests, long_every))
-    short_mean = (num_requests * (mean - num_output_tokens) - num_long * long_prompt) / max(1, num_requests - num_long)
-    if short_mean < 2:
+    num_short = num_requests - num_long
+    num_short_tokens = num_requests * (mean - num_output_tokens) - num_long * long_prompt
+    if num_short_tokens < 2 * num_short:
         raise ValueError(f"{num_long} prompts of {long_prompt} tokens among {num_requests} leave no room for short ones at a mean of {mean}")
+    usual, num_longer = divmod(num_short_tokens, num_short)
     lengths, tokens = random.Random(seed), TokenSource(seed, vocab_size)
-    spread = int(short_mean / 2)
-    offsets = [lengths.randint(-spread, spread) for _ in range((num_requests - num_long) // 2)]
-    # As far above as below, so that the mean is what was asked for.
-    short = iter([round(short_mean) + offset for offset in (*offsets, 0, *(-offset for offset in reversed(offsets)))])
+    offsets = [lengths.randint(-(usual // 2), usual // 2) for _ in range(num_short // 2)]
+    # As far above as below, so that the mean is exactly what was asked for.
+    balanced = (*offsets, *(0 for _ in range(num_short % 2)), *(-offset for offset in reversed(offsets)))
+    short = iter([usual + offset + (index < num_longer) for index, offset in enumerate(balanced)])
     prompts = [long_prompt if index % long_every == 0 else next(short) for index in range(num_requests)]
     return [Request(tokens.take(length), num_output_tokens) for length in prompts]
 

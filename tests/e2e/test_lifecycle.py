@@ -174,7 +174,7 @@ def test_two_servers_run_at_once_and_a_taken_port_is_refused() -> None:
         (["--block-size", "24"], "--block-size accepts auto or a power of two"),
         (["--scheduling-policy", "lifo"], "--scheduling-policy accepts one of fcfs, priority, static"),
         (["--host", "0.0.0.0"], "would let others in without a key"),
-        (["--tensor-parallel-size", "2"], "unknown argument --tensor-parallel-size"),
+        (["--tensor-parallel-size", "2"], "no --tensor-parallel-size"),
     ],
 )
 def test_what_cannot_work_ends_in_one_line_with_exit_code_2(argv: list[str], says: str) -> None:

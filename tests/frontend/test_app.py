@@ -222,3 +222,7 @@ def test_the_application_serves_http_only() -> None:
     application = Application.__new__(Application)
     with pytest.raises(RuntimeError, match="websocket"):
         application({"type": "websocket"}, None, None).send(None)  # type: ignore[arg-type]
+
+
+def test_a_path_with_a_line_break_at_its_end_is_another_path(frontend: RunningFrontend) -> None:
+    assert frontend.client.get("/v1/models%0a").status_code == 404

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend import body
+from frontend import body, request_fields
 from frontend.errors import ApiError
-from frontend.openai_types import ChatBody
+from frontend.openai_types import ChatBody, CompletionBody
+from frontend.validation import ModelFacts, chat_request, completion_request
 
 TEXT = st.text(st.sampled_from('"\\[]{}:,ab\u00e9\n'), max_size=6)
 JSON = st.recursive(st.none() | st.integers() | TEXT, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
@@ -80,3 +81,36 @@ def test_complaints_name_the_field_and_not_the_value(text: str, param: str) -> N
         body._decode(text.encode(), msgspec.json.Decoder(ChatBody), "chat")
     assert caught.value.param == param
     assert b"SECRET" not in caught.value.body
+
+
+#: JSON that is odd, huge or broken, for every field alike.
+ODD_VALUES = [
+    *("1e400", "-1e400", "1e-400", "1e" + "9" * 200, "-0", "0.0", "9" * 300, "-" + "9" * 300, "1" * 5000, "0." + "3" * 5000, "true", "null", "{}", "[]"),
+    *('""', '"\\u0000"', '"\\ud83d"', '"\\ude00\\ud83d"', '"\\u12"', '"\\x"', '"\x01"', '"NaN"', '{"a":1,"a":2}', '{"\\ud83d":1}', '{"":""}'),
+    *("[1,]", "[[[]]]", "[null]", '[""]', "[[],{}]", "-", "01", "1.", ".5", "+1", "nul", "NaN", "Infinity", "[", "}", "'a'", "[1e400]", '{"1":1e400}'),
+]
+ALL_FIELDS = [
+    (endpoint, name)
+    for endpoint in ("chat", "completions")
+    for name in [*request_fields.UNDERSTOOD[endpoint], *request_fields.REFUSED[endpoint], *sorted(request_fields.INERT), "nobody_knows"]
+]
+FACTS = ModelFacts(names=("tiny",), vocab_size=512, eos_ids=(2,), sampling_defaults={}, knows_developer=False, priority_allowed=True)
+
+
+@pytest.mark.parametrize(("endpoint", "name"), ALL_FIELDS, ids=lambda part: part)
+def test_any_value_of_any_field_is_taken_or_refused_and_never_an_accident(endpoint: request_fields.EndpointName, name: str) -> None:
+    for value in ODD_VALUES:
+        data = f'{{"{name}":{value},"{"n" if name == "best_of" else "best_of"}":1}}'.encode("utf-8", "surrogatepass")
+        error = refusal_of(endpoint, data)
+        assert error is None or (error.status in (400, 404) and len(error.body) < 4096), value
+
+
+def refusal_of(endpoint: request_fields.EndpointName, data: bytes) -> ApiError | None:
+    try:
+        if endpoint == "chat":
+            chat_request(body._decode(data, msgspec.json.Decoder(ChatBody), endpoint)[0], FACTS)
+        else:
+            completion_request(body._decode(data, msgspec.json.Decoder(CompletionBody), endpoint)[0], FACTS)
+    except ApiError as error:
+        return error
+    return None

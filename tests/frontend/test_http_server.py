@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import socket
 
+import psutil
 import pytest
 
 from frontend import http_server
+from pagemill.messages import AbortRequest, AddRequest
 from tests.helpers.fake_scheduler import DEADLINE_S
 from tests.helpers.frontend_server import RunningFrontend
+from tests.helpers.server import wait_for
 
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
 
@@ -27,6 +30,32 @@ def exchange(port: int, *parts: bytes) -> bytes:
             while piece := connection.recv(65536):
                 received += piece
         except ConnectionResetError:
+            pass
+        return received
+
+
+def is_held(client: tuple[str, int]) -> bool:
+    """Whether this process still has its end of a client's connection."""
+    return any(held.raddr == client for held in psutil.Process().net_connections("tcp"))
+
+
+def exchange_slowly(port: int, first: bytes, second: bytes) -> bytes:
+    """Sends the second part when the first has been read, or answered."""
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(first)
+        connection.settimeout(0.1)
+        received = b""
+        try:
+            received = connection.recv(65536)
+        except TimeoutError:
+            pass
+        connection.settimeout(DEADLINE_S)
+        try:
+            connection.sendall(second)
+            while piece := connection.recv(65536):
+                received += piece
+        except (BrokenPipeError, ConnectionResetError):
             pass
         return received
 
@@ -88,3 +117,89 @@ def test_requests_on_one_connection_are_answered_in_order(frontend: RunningFront
     answer = exchange(frontend.port, post + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert answer.index(b"text_completion") < answer.index(b'"version"')
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+@pytest.mark.parametrize("split", [0, 1, 40], ids=["at once", "body apart", "body in two"])
+def test_an_offer_to_upgrade_is_passed_over_and_the_body_is_read(chunked: bool, split: int, frontend: RunningFrontend) -> None:
+    framing = b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: %d\r\n\r\n" % len(BODY)
+    content = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framing
+    if split == 0:
+        answer = exchange(frontend.port, head + content + VERSION)
+    else:
+        answer = exchange_slowly(frontend.port, head + content[: split - 1], content[split - 1 :] + VERSION)
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert answer.index(b"text_completion") < answer.index(b'"version"')
+
+
+def test_a_request_for_a_web_socket_is_answered_as_http_and_the_next_one_too(frontend: RunningFrontend) -> None:
+    answer = exchange(frontend.port, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + VERSION)
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert b"HTTP/1.1 101" not in answer
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["buffered", "streamed"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["sent later", "sent at once"])
+def test_a_client_that_sent_requests_ahead_and_leaves_is_noticed(at_once: bool, stream: bool, frontend: RunningFrontend) -> None:
+    body = json.dumps({"prompt": "Hello", "max_tokens": 100, "stream": stream}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    frontend.scheduler.gate.clear()
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(post * 3 if at_once else post)
+        frontend.scheduler.wait_for(AddRequest)
+        if not at_once:
+            connection.sendall(post * 2)
+    frontend.scheduler.wait_for(AbortRequest)
+    assert sum(isinstance(message, AddRequest) for message in frontend.scheduler.received) == 1
+
+
+def test_many_requests_sent_ahead_are_all_answered_in_order(frontend: RunningFrontend) -> None:
+    asks = [b"GET /v1/models/%d HTTP/1.1\r\nHost: x\r\nX-Request-Id: %d\r\n\r\n" % (index, index) for index in range(http_server.MAX_PIPELINED)]
+    answer = exchange(frontend.port, b"".join(asks) + VERSION)
+    ids = [line.split(b": ")[1] for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")]
+    assert ids[:-1] == [b"%d" % index for index in range(http_server.MAX_PIPELINED)]
+
+
+def test_requests_sent_ahead_without_end_close_the_connection(frontend: RunningFrontend) -> None:
+    exchange(frontend.port, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+    assert frontend.client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "rest", [b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n\r\n", b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nab"], ids=["lines", "body"]
+)
+def test_a_client_that_keeps_an_answered_connection_busy_is_dropped(rest: bytes, frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
+    assert exchange_slowly(frontend.port, rest, b"\n").count(b"HTTP/1.1 ") == 1
+
+
+def test_a_client_that_takes_nothing_of_a_large_reply_is_dropped(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "WRITE_TIMEOUT_S", 0.2)
+    body = json.dumps({"tokens": [0] * 800_000}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(DEADLINE_S)
+        connection.connect(("127.0.0.1", frontend.port))
+        connection.sendall(b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        connection.recv(1)
+        wait_for(lambda: not is_held(connection.getsockname()), DEADLINE_S, lambda: "the server still waits for a reader")
+
+
+def test_garbage_after_a_request_does_not_get_into_its_response(frontend: RunningFrontend) -> None:
+    body = json.dumps({"prompt": "Hello", "max_tokens": 100, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=DEADLINE_S) as connection:
+        frontend.scheduler.gate.set()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        received = connection.recv(12)
+        connection.sendall(b"\0garbage\r\n\r\n")
+        try:
+            while piece := connection.recv(65536):
+                received += piece
+        except ConnectionResetError:
+            pass
+    assert received.count(b"HTTP/1.1 ") == 1

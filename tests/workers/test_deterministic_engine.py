@@ -77,8 +77,8 @@ def test_chunked_prompts_give_the_same_bits(reference: Reference, budget: int) -
 
 
 def test_sequences_preempted_and_computed_again_give_the_same_bits(reference: Reference) -> None:
-    engine = OfflineEngine(reference.loaded, num_blocks=14, max_num_seqs=12, prefix_caching=False, check_invariants=True)
-    assert answers_of(engine, reference.streams[:16]) == reference.answers[:16]
+    engine = OfflineEngine(reference.loaded, num_blocks=10, max_num_seqs=16, prefix_caching=False, check_invariants=True)
+    assert answers_of(engine, reference.streams) == reference.answers
     assert engine.core.preemption.num_recomputed >= 2
 
 
