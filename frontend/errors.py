@@ -101,8 +101,9 @@ def route_not_found() -> ApiError:
     return ApiError(404, "not_found", "There is no such route.")
 
 
-def model_not_found() -> ApiError:
-    return ApiError(404, "model_not_found", "This server does not serve that model; GET /v1/models lists what it serves.", "model")
+def model_not_found(served: str) -> ApiError:
+    """`served` is the name it does serve, which GET /v1/models tells anybody who may ask."""
+    return ApiError(404, "model_not_found", f"This server does not serve that model; it serves '{served}' (see GET /v1/models).", "model")
 
 
 def method_not_allowed(allowed: str) -> ApiError:

@@ -107,7 +107,7 @@ def check_model(model: str | None, names: Sequence[str]) -> str:
     if model is None:
         return names[0]
     if model not in names:
-        raise model_not_found()
+        raise model_not_found(names[0])
     return model
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import resource
 import select
 import signal
 import socket
@@ -74,6 +75,7 @@ class Child(Generic[Config]):
 def enter(kind: ProcessKind, config_type: type[Config], argv: list[str] | None = None) -> Child[Config]:
     """Becomes a child of kind `kind`. Exits at once if the launcher is already gone."""
     faulthandler.enable()
+    _leave_no_core()
     _die_with_parent()
     control: ControlSocket[ChildToLauncher, LauncherToChild] = ControlSocket(_inherited_socket(kind, argv), LauncherToChild)
     start = control.receive()
@@ -100,6 +102,11 @@ def _inherited_socket(kind: ProcessKind, argv: list[str] | None) -> socket.socke
         raise SystemExit(f"pagemill: {kind} is started by `pagemill serve`, not by hand") from None
     end.set_inheritable(False)
     return end
+
+
+def _leave_no_core() -> None:
+    """A core file would hold prompts, keys and weights. Who wants one raises the soft limit again with prlimit."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _die_with_parent() -> None:

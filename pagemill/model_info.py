@@ -165,7 +165,8 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
 
 def _sliding_window(config: dict[str, Any]) -> int:
     """0 where the window is written down but switched off, or no layer uses it."""
-    window = config.get("sliding_window")
+    # Mistral's first model left its window to the code's default.
+    window = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
     layers = config.get("layer_types")
     used = config.get("use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
     return window if isinstance(window, int) and window > 0 and used else 0

@@ -249,6 +249,9 @@ class SchedulerProcess:
             channel.close()
 
     def _worker_ready(self, ready: WorkerReady) -> None:
+        if self._core is not None:
+            log.warning("worker_ready_again", rank=ready.rank)  # a restart of workers is a new epoch, which does not exist yet
+            return
         self._ready[ready.rank] = ready
         if len(self._ready) < self._config.num_workers:
             return

@@ -118,9 +118,8 @@ class StepBuilder:
         num_tokens = min(sequence.num_uncomputed_tokens, self._tokens_left)
         if not self._preemption.extend(sequence, start + num_tokens):
             num_tokens = min(num_tokens, self._num_positions_obtainable(sequence) - start)
-            if num_tokens <= 0:
+            if num_tokens <= 0 or not self._memory.extend(sequence, start + num_tokens):
                 return
-            self._memory.extend(sequence, start + num_tokens)
         self._memory.announce(sequence)
         self._tokens_left -= num_tokens
         self._slices[sequence.seq_id] = PlannedSlice(sequence, start, num_tokens, start + num_tokens == sequence.num_tokens)

@@ -24,4 +24,4 @@ async def handle(request: Request, services: Services) -> Response:
     for model in models:
         if model.id == wanted:
             return Response(msgspec.json.encode(model), media_type="application/json")
-    raise model_not_found()
+    raise model_not_found(names[0])

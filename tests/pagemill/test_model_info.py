@@ -75,6 +75,8 @@ def test_the_generation_config_says_what_ends_a_turn(folder: Path) -> None:
     [
         ({}, 0),
         ({"sliding_window": None}, 0),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
         ({"sliding_window": 256}, 256),
         ({"sliding_window": 256, "use_sliding_window": False}, 0),
         ({"sliding_window": 256, "layer_types": ["full_attention", "full_attention"]}, 0),
