@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable, Sequence
 
 from starlette.datastructures import Headers
@@ -22,6 +23,9 @@ from frontend.errors import debug_forbidden, invalid_api_key
 OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/healthz", "/ping", "/version"})
 OPEN_FOLDER = "/static/"
 DEBUG_FOLDER = "/debug/"
+
+#: `name`, `name:port`, `[v6]`, `[v6]:port` and nothing else.
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:@/\[\]]+))(?::[0-9]{1,5})?")
 
 #: The identity of everybody where no key is asked for.
 ANYBODY = ""
@@ -74,7 +78,7 @@ class Authenticator:
                 raise invalid_api_key()
             return key_id
         client = scope.get("client")
-        if client is None or not _is_loopback(client[0]) or not _is_loopback(_host_name(headers.get("host", ""))):
+        if client is None or not _is_loopback(client[0]) or not _is_loopback(_host_name(headers.getlist("host"))):
             raise debug_forbidden()
         return ANYBODY
 
@@ -97,11 +101,10 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _host_name(host: str) -> str:
-    """The name in a Host header, without the port and the brackets of IPv6."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+def _host_name(hosts: list[str]) -> str:
+    """The name in the one Host header, without the port and the brackets of IPv6; "" if there is not one plain name."""
+    found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    return found["v6"] or found["name"] if found else ""
 
 
 def _is_loopback(name: str) -> bool:
