@@ -96,3 +96,10 @@ def test_deterministic_pairs_runs_with_and_without(capsys: Capture) -> None:
         ("prefill 20", False),
     ] * 2
     assert set(summary["seconds_on_over_off"]["float32"]) == {"decode 2", "prefill 20"}
+
+
+def test_scheduler_times_the_core_alone(capsys: Capture) -> None:
+    lines, summary = run_bench("bench_scheduler", ["--sequences", 4, 8, "--steps", 3, "--context", 20], capsys)
+    assert [line["workload"] for line in lines] == ["4:20:3", "8:20:3"]
+    assert summary["plan_and_encode_ms"].keys() == {"4", "8"}
+    assert all(milliseconds > 0 for milliseconds in summary["plan_and_encode_ms"].values())
