@@ -109,10 +109,26 @@ def test_what_the_needy_one_would_adopt_is_no_gain() -> None:
     assert all(key in driver.finished for key in (first, low, needy))
 
 
+def test_nobody_yields_to_a_running_one_that_would_still_lack_blocks() -> None:
+    driver = CoreDriver(num_blocks=10, block_size=4)
+    driver.add(prompt(0, 15), max_tokens=20)
+    needy = driver.add(prompt(1, 7), max_tokens=20)
+    behind = driver.add(prompt(2, 3), max_tokens=20)
+    driver.step()
+    assert not driver.core.preemption.extend(driver.core.sequences[needy], 7 * 4)  # five more; three are free, one can be taken
+    assert statuses(driver)[behind] is Status.RUNNING
+    assert driver.core.preemption.extend(driver.core.sequences[needy], 6 * 4)  # four more: the one behind yields
+    assert statuses(driver)[behind] is Status.PREEMPTED
+
+
 def test_equals_never_push_each_other_out() -> None:
-    driver = CoreDriver(max_num_seqs=1, scheduling_policy="priority")
-    for stem in range(4):
-        driver.add(prompt(stem), max_tokens=5, priority=1)
+    driver = CoreDriver(max_num_seqs=2, scheduling_policy="priority")
+    for arrival in (1.0, 5.0):
+        driver.add(prompt(int(arrival)), max_tokens=9, priority=1, arrival=arrival)
+    driver.step()
+    between = driver.add(prompt(3), max_tokens=5, priority=1, arrival=3.0)  # ahead of a running one, but no more urgent
+    driver.step()
+    assert statuses(driver)[between] is Status.WAITING
     driver.run()
     assert driver.core.preemption.num_recomputed == 0
 
