@@ -1,128 +1,147 @@
-"""The block pool: ids, reference counts, and the order in which unreferenced blocks are reused.
+"""The block pool: device blocks, counted, with two refinements of `IdPool` that preemption needs.
 
-Pure accounting: no bytes, no tokens, no clock. Every block is in exactly one of four places:
+*Weak references* are those of sequences that do not run. They count like any other, so that nobody overwrites
+the block, but a block to which only weak ones are left is *reclaimable*: its holders can be made to give it up.
 
-    free        nobody refers to it and no key names it
-    cached      nobody refers to it, but the prefix index still names it; least recently released first
-    fenced      nobody refers to it, but a plan in flight may still read or write it
-    referenced  its count says by how many block tables
-
-    allocate: free, else the oldest cached        release: referenced -> (fenced ->) cached or free
-    reference: cached or fenced -> referenced     acknowledge: fenced -> cached or free
-
-In the words of the metrics, free + cached + used = total, where used counts the fenced too.
+*Leaving* blocks were just given up, and a copy to the arena was ordered with the plan being built. They may
+be handed out again at once, because that plan's forward waits for the copy if it is going to overwrite the
+block; those nobody took stay behind the fence of their transfer. If somebody refers to such a block again, for
+reading, its transfer becomes one of its references, so that it is not overwritten before the copy is done.
 """
 
 from __future__ import annotations
 
-from kvstore.prefix_index import PrefixIndex
+from kvstore.id_pool import IdPool
 from pagemill.messages import NO_PLAN, BlockId, PlanId
 
 
-class OutOfBlocks(Exception):
-    """Nothing is free or cached. Callers ask `num_obtainable` first, so this is a fault of theirs."""
+class BlockPool(IdPool[BlockId]):
+    """Owns the ids of all device blocks."""
 
-
-class BlockPool:
-    """Owns the ids 0 to num_blocks - 1 and the prefix index over them. Mutated by the scheduler core only."""
+    NOUN = "block"
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
+        super().__init__(num_blocks)
         self.num_blocks = num_blocks
-        self.index = PrefixIndex()
-        self._counts = [0] * num_blocks
-        #: Used as a stack: the block freed last is the likeliest to be warm in a cache.
-        self._free = [BlockId(block) for block in reversed(range(num_blocks))]
-        #: Insertion order is eviction order.
-        self._cached: dict[BlockId, None] = {}
-        #: Unreferenced, waiting for the acknowledgement of this plan.
-        self._fenced: dict[BlockId, PlanId] = {}
+        self._weak = [0] * num_blocks
+        self._num_reclaimable = 0
+        self._leaving: dict[BlockId, int] = {}  #: block -> transfer ordered with the plan being built
+        self._departing: dict[BlockId, int] = {}  #: block -> transfer in flight
+        self._copied: dict[BlockId, int] = {}  #: block -> transfer in flight that has a strong reference of its own
+
+    # --- weak references -------------------------------------------------------------------------------
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_reclaimable(self) -> int:
+        """Blocks to which only weak references are left."""
+        return self._num_reclaimable
+
+    def num_strong(self, block: BlockId) -> int:
+        """References of running sequences and of transfers."""
+        return self._counts[block] - self._weak[block]
+
+    def weaken(self, block: BlockId) -> None:
+        """One of the references becomes weak."""
+        self._weak[block] += 1
+        if self._counts[block] == self._weak[block]:
+            self._num_reclaimable += 1
+
+    def strengthen(self, block: BlockId) -> None:
+        """One of the weak references becomes a strong one."""
+        if self._weak[block] == 0:
+            raise ValueError(f"block {block} has no weak reference")
+        if self._counts[block] == self._weak[block]:
+            self._num_reclaimable -= 1
+        self._weak[block] -= 1
+
+    def reference(self, block: BlockId) -> None:
+        if self._counts[block] and self._counts[block] == self._weak[block]:
+            self._num_reclaimable -= 1
+        super().reference(block)
+
+    def release(self, block: BlockId, fence: PlanId = NO_PLAN, *, oldest: bool = False) -> None:
+        """Gives back a strong reference."""
+        if self._counts[block] == self._weak[block]:
+            raise ValueError(f"block {block} released twice")
+        super().release(block, fence, oldest=oldest)
+        if self._counts[block] and self._counts[block] == self._weak[block]:
+            self._num_reclaimable += 1
+
+    # --- leaving ---------------------------------------------------------------------------------------
 
     @property
-    def num_cached(self) -> int:
-        return len(self._cached)
+    def num_leaving(self) -> int:
+        return len(self._leaving)
 
     @property
     def num_fenced(self) -> int:
-        return len(self._fenced)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free - self.num_cached
+        return len(self._fenced) + len(self._departing)
 
     @property
     def num_obtainable(self) -> int:
-        """Blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._leaving)
 
-    def count(self, block: BlockId) -> int:
-        """How many block tables refer to the block."""
-        return self._counts[block]
+    @property
+    def num_used(self) -> int:
+        """Neither free nor cached."""
+        return self.total - self.num_free - self.num_cached
 
-    def is_cached(self, block: BlockId) -> bool:
-        return block in self._cached
-
-    def allocate(self) -> BlockId:
-        """A block with one reference and no key: a free one, else the least recently released cached one."""
-        if self._free:
-            block = self._free.pop()
-        elif self._cached:
-            block = next(iter(self._cached))
-            del self._cached[block]
-            self.index.remove(block)
-        else:
-            raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
-        self._counts[block] = 1
-        return block
-
-    def reference(self, block: BlockId) -> None:
-        """One more table refers to a block that the index named: a prefix hit."""
-        if self._counts[block] == 0:
-            if block in self._cached:
-                del self._cached[block]
-            elif block in self._fenced:
-                del self._fenced[block]
-            else:
-                raise ValueError(f"block {block} is free: nothing can refer to it")
-        self._counts[block] += 1
-
-    def release(self, block: BlockId, fence: PlanId = NO_PLAN) -> None:
-        """One table less. The last one leaves the block cached or free, once plan `fence` is acknowledged."""
-        if self._counts[block] == 0:
+    def leave(self, block: BlockId, transfer_id: int) -> bool:
+        """Gives back a strong reference whose block is being copied out. True if it was the last: the block is leaving."""
+        if self._counts[block] == self._weak[block]:
             raise ValueError(f"block {block} released twice")
-        self._counts[block] -= 1
-        if self._counts[block] == 0:
-            if fence == NO_PLAN:
-                self._settle(block)
-            else:
-                self._fenced[block] = fence
+        if self._counts[block] > 1:
+            self._copied[block] = transfer_id  # the reference passes to the transfer
+            return False
+        self._counts[block] = 0
+        self._leaving[block] = transfer_id
+        return True
 
-    def acknowledge(self, plan: PlanId) -> None:
-        """Lifts the fences of this plan and of all before it."""
-        if self._fenced:
-            for block in [block for block, fence in self._fenced.items() if fence <= plan]:
-                del self._fenced[block]
-                self._settle(block)
+    def leave_cached(self, block: BlockId, transfer_id: int) -> None:
+        """A cached block is being copied out before it is overwritten."""
+        del self._cached[block]
+        self._leaving[block] = transfer_id
 
-    def places(self) -> list[str]:
-        """The place of every block, re-derived from the containers. Raises ValueError if one is in none or in two."""
-        places: list[str] = ["referenced" if count else "" for count in self._counts]
-        for name, blocks in (("free", self._free), ("cached", list(self._cached)), ("fenced", list(self._fenced))):
-            for block in blocks:
-                if places[block]:
-                    raise ValueError(f"block {block} is {places[block]} and {name}")
-                places[block] = name
-        if "" in places:
-            raise ValueError(f"block {places.index('')} is nowhere")
-        return places
+    def take_leaving(self) -> tuple[BlockId, int] | None:
+        """A leaving block with one reference and no key, and the transfer its next user must not overtake."""
+        if not self._leaving:
+            return None
+        block, transfer_id = self._leaving.popitem()
+        self.index.remove(block)
+        self._counts[block] = 1
+        return block, transfer_id
 
-    def _settle(self, block: BlockId) -> None:
-        if block in self.index:
-            self._cached[block] = None
-        else:
-            self._free.append(block)
+    def close_plan(self) -> None:
+        """The plan is complete: leaving blocks that nobody took wait for their transfers."""
+        self._departing |= self._leaving
+        self._leaving.clear()
+
+    def departed(self, block: BlockId, transfer_id: int) -> None:
+        """The transfer is done. No effect if the block was overwritten meanwhile."""
+        if self._departing.get(block) == transfer_id:
+            del self._departing[block]
+            self._settle(block)
+        elif self._copied.get(block) == transfer_id:
+            del self._copied[block]
+            self.release(block)
+
+    def _unplace(self, block: BlockId) -> bool:
+        for place in (self._leaving, self._departing):
+            if block in place:
+                self._copied[block] = place.pop(block)
+                self._counts[block] = 1
+                return True
+        return super()._unplace(block)
+
+    def copied(self) -> dict[BlockId, int]:
+        """Blocks to which a transfer of this number refers, for invariants."""
+        return dict(self._copied)
+
+    def _containers(self) -> list[tuple[str, list[BlockId]]]:
+        return [*super()._containers(), ("leaving", list(self._leaving)), ("fenced", list(self._departing))]
+
+    def weak_counts(self) -> list[int]:
+        """A copy, for invariants."""
+        return list(self._weak)

@@ -1,4 +1,4 @@
-"""A block table: the ordered physical blocks of one sequence in one KV group.
+"""A block table: the ordered physical blocks of one sequence in one KV group; NONE where one is not on the device.
 
 A packed int32 array, because a worker is sent slices of it as bytes. It holds ids only; who refers to what
 is counted by the `BlockPool`, and the two are changed together by the scheduler's `KvMemory`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from pagemill.messages import BlockId
+from pagemill.messages import NONE, BlockId
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -33,6 +33,16 @@ class BlockTable:
 
     def __iter__(self) -> Iterator[BlockId]:
         return (BlockId(block) for block in self.ids)
+
+    def __setitem__(self, index: int, block: int) -> None:
+        self.ids[index] = block
+
+    def first_absent(self, start: int = 0) -> int:
+        """The index of the first NONE from `start` on, or the length of the table."""
+        try:
+            return self.ids.index(NONE, start)
+        except ValueError:
+            return len(self.ids)
 
     def append(self, block: BlockId) -> None:
         self.ids.append(block)

@@ -1,34 +1,35 @@
-"""The prefix index: which block holds the KV of which prefix key.
+"""The prefix index: which block, or swap slot, holds the KV of which prefix key.
 
 Pure accounting over ids; it knows neither tokens nor references. A key stands for everything the bytes of
-a block depend on (`pagemill.keys`), so equal keys mean interchangeable blocks. The index holds at most one
-block per key and one key per block. Only confirmed blocks may be inserted; whoever hands a block out for
+a block depend on (`pagemill.keys`), so equal keys mean interchangeable bytes. The index holds at most one
+place per key and one key per place. Only confirmed blocks may be inserted; whoever hands a block out for
 writing removes it first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
-from pagemill.messages import BlockId
+Id = TypeVar("Id", bound=int)
 
 
-class PrefixIndex:
-    """A one-to-one map between keys and blocks. Owned by the `BlockPool`, which alone removes entries."""
+class PrefixIndex(Generic[Id]):
+    """A one-to-one map between keys and ids. Owned by an `IdPool`, which alone removes entries."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, BlockId] = {}
-        self._keys: dict[BlockId, bytes] = {}
+        self._blocks: dict[bytes, Id] = {}
+        self._keys: dict[Id, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, key: bytes) -> BlockId | None:
+    def find(self, key: bytes) -> Id | None:
         return self._blocks.get(key)
 
-    def find_run(self, keys: Iterable[bytes]) -> list[BlockId]:
+    def find_run(self, keys: Iterable[bytes]) -> list[Id]:
         """The blocks of the first keys, up to the first key that has none."""
-        blocks: list[BlockId] = []
+        blocks: list[Id] = []
         find = self._blocks.get  # bound once: a long prompt has thousands of keys, and every turn may ask
         for key in keys:
             block = find(key)
@@ -37,13 +38,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def key_of(self, block: BlockId) -> bytes | None:
+    def key_of(self, block: Id) -> bytes | None:
         return self._keys.get(block)
 
-    def __contains__(self, block: BlockId) -> bool:
+    def __contains__(self, block: Id) -> bool:
         return block in self._keys
 
-    def insert(self, key: bytes, block: BlockId) -> bool:
+    def insert(self, key: bytes, block: Id) -> bool:
         """False, and no change, if the key already has a block: the newcomer stays private."""
         if key in self._blocks:
             return False
@@ -53,12 +54,12 @@ class PrefixIndex:
         self._keys[block] = key
         return True
 
-    def remove(self, block: BlockId) -> None:
+    def remove(self, block: Id) -> None:
         """Forgets a block that is about to be overwritten. No effect if it is not indexed."""
         key = self._keys.pop(block, None)
         if key is not None:
             del self._blocks[key]
 
-    def entries(self) -> dict[bytes, BlockId]:
+    def entries(self) -> dict[bytes, Id]:
         """A copy, for invariants."""
         return dict(self._blocks)

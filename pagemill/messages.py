@@ -25,6 +25,11 @@ PlanId = NewType("PlanId", int)
 ProcessKind = Literal["frontend", "scheduler", "worker"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 RowOutcome = Literal["accepted", "deferred", "failed"]
+Tier = Literal["device", "arena"]
+#: What becomes of a victim's blocks: all stay for now, some are copied to the arena, or some are dropped and computed again.
+VictimKind = Literal["keep", "swap", "recompute"]
+#: Why somebody yields: a running sequence grows, one wants to start or to come back, a seat is wanted, or it was asked for.
+PreemptionReason = Literal["growth", "start", "seat", "forced"]
 
 #: An id that stands for "none".
 NONE = -1
@@ -152,6 +157,13 @@ class DebugStateQuery(Message):
     query: int
 
 
+class DecisionsQuery(Message):
+    """Asks for a `DecisionsReply` with the same `query` number: the newest `limit` decisions of the planner."""
+
+    query: int
+    limit: int
+
+
 # --- scheduler -> frontend -------------------------------------------------------------------------------
 
 
@@ -225,10 +237,17 @@ class StatsSnapshot(Message):
     swap_slots_cached: int
     swap_slots_held: int
     slot_utilization: float  #: distinct computed positions / (used blocks * block size); 1.0 when none is used
-    preemptions_swap: int
-    preemptions_recompute: int
+    transfers_in_flight: int
+    preemptions: dict[str, int]  #: "kind/reason" -> how many; the words are those of `Decision`
+    swapped_bytes: dict[str, int]  #: copied so far, by direction: "out" to the arena, "in" to the device
+    swap_seconds: dict[str, float]  #: time spent copying, by direction, of the slowest rank
+    tokens_moved: int  #: positions swapped in or out on behalf of preempted sequences
+    early_copies: int  #: blocks copied out ahead of need
+    resume_seconds: dict[float, int]  #: preemption to running again: upper bucket bound -> how many, buckets separate and sparse
+    resume_seconds_sum: float
     prefix_query_tokens: int
-    prefix_hit_tokens: int
+    prefix_hit_tokens: int  #: from the device
+    arena_hit_tokens: int  #: from the arena
     tokens_computed: int  #: positions computed, recomputed ones included
     tokens_recomputed: int
     tokens_generated: int
@@ -293,6 +312,49 @@ class DebugStateReply(Message):
     state: DebugState
 
 
+class VictimPrice(msgspec.Struct, frozen=True):
+    """One sequence the planner looked at. Prices are seconds; a way that is not open has the price null."""
+
+    request_id: str
+    seq_id: int
+    was_running: bool  #: false: preempted before, and what it still held was asked for
+    blocks: int  #: it could free for this purpose
+    blocks_to_copy: int  #: of these, not in the arena yet
+    tokens: int  #: to compute again if they are dropped
+    swap_s: float | None
+    recompute_s: float | None
+    yielded: bool  #: false: it was looked at and left alone
+    kind: VictimKind  #: which way its blocks went, or would have gone
+    freed: int  #: blocks it gave up
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Why somebody had to yield, who could have, at what price, and who did. Shown as JSON."""
+
+    number: int  #: counts from 1 in an epoch
+    at_s: float  #: the scheduler's clock, seconds, any origin
+    step: int
+    reason: PreemptionReason
+    request_id: str  #: for whom
+    seq_id: int
+    blocks_wanted: int
+    out_bytes_s: float  #: the measured rates that the prices come from
+    in_bytes_s: float
+    prefill_tok_s: float  #: near the start of a prompt; longer contexts cost more
+    backlog_bytes: int  #: queued on the link when it was decided
+    block_bytes: int
+    swap_slots_left: int  #: free or droppable, before anybody yielded
+    victims: list[VictimPrice]
+
+
+class DecisionsReply(Message):
+    """Answers the `DecisionsQuery` with the same number. Oldest first."""
+
+    query: int
+    now_s: float  #: the scheduler's clock, as `Decision.at_s`
+    decisions: list[Decision]
+
+
 # --- scheduler -> worker ---------------------------------------------------------------------------------
 
 
@@ -333,18 +395,26 @@ class Slice(Record, gc=False):
 
 
 class Transfer(Record, gc=False):
-    """One block copied between tiers. A forward waits for it only if `needed_by` names its plan (NONE: no plan waits)."""
+    """One block copied between tiers, closed by a `TransferDone` that names it.
+
+    It copies what the plans before its own have left. A transfer never overtakes an earlier one of its block or
+    its slot. A forward waits for it only if `needed_by` names its plan (NONE: no plan waits); then that forward
+    may overwrite the block that was copied out.
+    """
 
     transfer_id: int
-    from_tier: Literal["device", "arena"]
+    from_tier: Tier
     from_id: int
-    to_tier: Literal["device", "arena"]
+    to_tier: Tier
     to_id: int
     needed_by: PlanId
 
 
 class Plan(Message):
-    """The order for one step, the same bytes to every rank. Closed by a `StepDone` with the same plan id."""
+    """The order for one step, the same bytes to every rank. Closed by a `StepDone` with the same plan id.
+
+    Without slices it only starts transfers. `StepDone` does not wait for transfers that no forward needs.
+    """
 
     epoch: int
     plan_id: PlanId
@@ -367,6 +437,9 @@ class WorkerReady(Message):
     deterministic: bool  #: the start-up check passed and the mode is on
     weight_bytes: int
     prefill_tok_s: float  #: measured in warm-up
+    num_swap_slots: int  #: of `block_bytes` each, mapped and resident; 0 without an arena
+    swap_out_bytes_s: float  #: measured in warm-up, 0.0 without an arena
+    swap_in_bytes_s: float
 
 
 class RowResult(Record):
@@ -391,12 +464,16 @@ class StepDone(Message):
 
 
 class TransferDone(Message):
-    """Acknowledges one transfer; it is complete when every rank concerned has said so."""
+    """Acknowledges transfers of one direction that ended alike. Each is complete when every rank has said so.
+
+    `ok` is false if the copy failed: then what lies at its destination is not to be used.
+    """
 
     epoch: int
     rank: int
-    transfer_id: int
+    transfer_ids: tuple[int, ...]
     ok: bool
+    seconds: float  #: spent copying these
 
 
 class RowMissing(Message):
@@ -422,6 +499,7 @@ class Start(Message):
     token: bytes
     config: msgspec.Raw  #: msgpack of the child's own config struct (`pagemill.config`)
     listen_fd: int  #: frontends: the bound listening socket, else NONE
+    arena_fd: int = NONE  #: workers: the memfd of the swap arena, NONE without one
 
     def __repr__(self) -> str:
         return f"Start({self.kind} {self.index}, incarnation {self.incarnation}, epoch {self.epoch})"
@@ -477,14 +555,22 @@ class Turn(Message):
     """The only event on which the core may emit a plan. Sent by the shell after it drained its sockets."""
 
 
+class Preempt(Message):
+    """Makes a running sequence yield at the next turn, freeing `num_blocks` of its blocks (at most all it can). For tests and tools."""
+
+    key: SequenceKey
+    kind: VictimKind
+    num_blocks: int
+
+
 # `Hello` precedes each of these on every channel and is dealt with there (`pagemill.channels`).
-FrontendToScheduler = AddRequest | FinishRequest | AbortRequest | DebugStateQuery
-SchedulerToFrontend = SchedulerReady | StepOutput | StatsSnapshot | DebugStateReply
+FrontendToScheduler = AddRequest | FinishRequest | AbortRequest | DebugStateQuery | DecisionsQuery
+SchedulerToFrontend = SchedulerReady | StepOutput | StatsSnapshot | DebugStateReply | DecisionsReply
 SchedulerToWorker = InstallRow | Plan
 WorkerToScheduler = WorkerReady | StepDone | TransferDone | RowMissing
 LauncherToChild = Start | PeerUp | PeerLost | Drain | Progress
 ChildToLauncher = Progress | Ready | Failed
 
 #: What `SchedulerCore.handle` takes and returns.
-Event = AddRequest | FinishRequest | AbortRequest | StepDone | TransferDone | RowMissing | WorkerReady | PeerUp | PeerLost | Drain | Turn
+Event = AddRequest | FinishRequest | AbortRequest | StepDone | TransferDone | RowMissing | WorkerReady | PeerUp | PeerLost | Drain | Preempt | Turn
 Effect = InstallRow | Plan | StepOutput | StatsSnapshot

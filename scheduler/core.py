@@ -6,14 +6,14 @@ the only event on which a plan may be emitted: the shell drains its sockets thro
 for work last. The same events at the same times give the same effects, so a recorded log is a test case.
 
     AddRequest, FinishRequest, AbortRequest   from frontends: sequences come and go
-    StepDone, RowMissing, TransferDone        from workers: what became of a plan
+    StepDone, RowMissing, TransferDone        from workers: what became of a plan and of its copies
     PeerLost, Drain                           from the launcher
+    Preempt                                   from tests and tools
     Turn                                      nothing more to read: plan a step
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from pagemill.messages import (
@@ -32,15 +32,13 @@ from pagemill.messages import (
     PeerUp,
     Plan,
     PlanId,
+    Preempt,
     Rejection,
-    RowId,
     RowMissing,
     RowResult,
     SeqId,
     SequenceKey,
-    SequenceOutput,
     StepDone,
-    StepOutput,
     TransferDone,
     Turn,
     WorkerReady,
@@ -49,23 +47,16 @@ from scheduler import admission
 from scheduler.core_config import CoreConfig
 from scheduler.counters import Counters, snapshot
 from scheduler.kv_memory import KvMemory
+from scheduler.outputs import Outputs
+from scheduler.plans import PlanInFlight, SliceInFlight
 from scheduler.policies import load_policies
 from scheduler.preemption import Preemption
 from scheduler.queues import Queues
+from scheduler.rates import PrefillRate, num_pairs
 from scheduler.rows import Rows
 from scheduler.sequence import Sequence, Status
 from scheduler.slices import PlannedSlice, StepBuilder
-
-
-@dataclass(slots=True)
-class PlanInFlight:
-    """A plan not yet acknowledged by all ranks. Rows are noted because a sequence may lose its own meanwhile."""
-
-    plan_id: PlanId
-    slices: list[tuple[PlannedSlice, RowId, int]]  #: with row and version
-    ranks_left: int
-    results: dict[tuple[int, int], RowResult] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+from scheduler.swapping import Swapping
 
 
 class SchedulerCore:
@@ -77,20 +68,23 @@ class SchedulerCore:
         if self.config.scheduling_policy not in policies:
             raise ValueError(f"unknown scheduling policy {self.config.scheduling_policy!r}: there are {', '.join(policies)}")
         self.policy = policies[self.config.scheduling_policy]()
+        self.counters = Counters()
         self.memory = KvMemory(self.config.num_blocks, self.config.block_size, self.config.num_groups)
+        self.prefill = PrefillRate(self.config.prefill_tok_s)
+        self.swapping = Swapping(self.config, self.memory, self.prefill)
         self.queues = Queues()
         self.rows = Rows(self.config.epoch, self.config.num_groups)
-        self.preemption = Preemption(self.queues, self.memory, self.config.max_num_seqs, self._on_preempted)
-        self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.preemption)
-        self.counters = Counters()
+        self.preemption = Preemption(self.config, self.queues, self.memory, self.swapping, self.prefill, self._on_preempted)
+        self.preemption.on_resumed = self.counters.count_resume
+        self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.swapping, self.preemption)
         self.sequences: dict[SequenceKey, Sequence] = {}  #: every live one, by its name
         self.plans: list[PlanInFlight] = []  #: oldest first
         self.longest = min(self.config.max_model_len, self.memory.capacity_tokens())  #: tokens of any one sequence
         self._next_seq_id = 1
         self._next_plan_id = 1
         self._draining = False
-        self._outputs: dict[int, list[SequenceOutput]] = {}  #: by frontend, until `handle` returns
-        self._rejections: dict[int, list[Rejection]] = {}
+        self._forced: list[Preempt] = []  #: to be obeyed at the next turn
+        self._outputs = Outputs(self.config.epoch)
 
     def handle(self, event: Event, now: float) -> list[Effect]:  # noqa: C901 - one arm for each event
         """Takes one event at time `now` (seconds, any origin, never backwards) and returns what must be done, in order."""
@@ -114,12 +108,14 @@ class SchedulerCore:
                 effects += self._turn(now)
                 effects += self._snapshot_if_due(now)
             case TransferDone():
-                self.counters.num_dropped += 1  # no transfer is ever planned by this version
+                self._transfer_done(event)
+            case Preempt():
+                self._forced.append(event)
             case WorkerReady() | PeerUp():
                 pass  # the core is built after all workers are ready, and addresses are the shell's business
             case _:
                 assert_never(event)
-        return effects + self._take_outputs()
+        return effects + self._outputs.take()
 
     # --- frontends -------------------------------------------------------------------------------------
 
@@ -130,11 +126,12 @@ class SchedulerCore:
         if rejection is None and self._draining:
             rejection = Rejection(request.key, "draining", 0, 0)
         if rejection is not None:
-            self._rejections.setdefault(request.key.frontend, []).append(rejection)
+            self._outputs.reject(rejection)
             return
         sequence = Sequence(SeqId(self._next_seq_id), request, now=now, block_size=self.config.block_size, num_groups=self.config.num_groups)
         self._next_seq_id += 1
         sequence.order = self.policy.key(sequence)
+        sequence.waiting_since_step = self.counters.num_plans
         if not self.config.prefix_caching:
             sequence.root = b""
         self.sequences[sequence.key] = sequence
@@ -169,35 +166,56 @@ class SchedulerCore:
         self.queues.move(sequence, Status.FINISHED)
         del self.sequences[sequence.key]
         self.memory.release(sequence, fence)
+        self.swapping.release(sequence)
         self.rows.release(sequence, fence)
         self.counters.changed = True
 
     # --- planning --------------------------------------------------------------------------------------
 
     def _turn(self, now: float) -> list[Effect]:
-        if len(self.plans) >= self.config.max_plans_in_flight:
-            return []
-        planned = self.steps.build()
-        if not planned:
-            return []
+        effects: list[Effect] = []
+        while len(self.plans) < self.config.max_plans_in_flight:
+            planned = self._plan(now)
+            if not planned:
+                break
+            effects += planned
+        return effects
+
+    def _plan(self, now: float) -> list[Effect]:
+        """The next plan with the rows it needs, or nothing. A plan without slices carries transfers only."""
         plan_id = PlanId(self._next_plan_id)
+        self.swapping.plan_id = plan_id
+        self.preemption.begin(now, self.counters.num_plans)
+        for order in self._forced:
+            sequence = self.sequences.get(order.key)
+            if sequence is not None and sequence.status is Status.RUNNING:
+                self.preemption.force(order, sequence)
+        self._forced.clear()
+        planned = self.steps.build()
+        transfers = self.swapping.transfers.take()
+        self.memory.pool.close_plan()
+        if not planned and not transfers:
+            return []
         self._next_plan_id += 1
         installs: list[InstallRow] = []
         slices = []
-        in_flight: list[tuple[PlannedSlice, RowId, int]] = []
+        in_flight: list[SliceInFlight] = []
         for piece in planned:
             sequence = piece.sequence
             if sequence.row == NO_ROW:
                 installs.append(self.rows.install(sequence))
             slices.append(self.rows.slice_of(piece))
-            in_flight.append((piece, sequence.row, sequence.row_version))
+            in_flight.append(SliceInFlight(piece, sequence.row, sequence.row_version, sequence.kv_version))
             sequence.num_planned_tokens += piece.num_tokens
             sequence.planned_in = plan_id
+            if piece.sample:
+                sequence.num_pending_tokens += 1
+                sequence.drawn_in = plan_id
             if sequence.queue_s < 0:
                 sequence.queue_s = now - sequence.added_at
         self.plans.append(PlanInFlight(plan_id, in_flight, self.config.num_workers))
         self.counters.count_plan(planned)
-        return [*installs, Plan(self.config.epoch, plan_id, tuple(slices), (), self.rows.take_released(installs))]
+        return [*installs, Plan(self.config.epoch, plan_id, tuple(slices), transfers, self.rows.take_released(installs))]
 
     def _on_preempted(self, sequence: Sequence) -> None:
         self.steps.forget(sequence)
@@ -216,32 +234,44 @@ class SchedulerCore:
         if plan.ranks_left:
             return
         self._acknowledge(plan)
-        self.counters.count_step(plan.seconds)
-        for piece, row, version in plan.slices:
-            if piece.sequence.status is not Status.FINISHED:
-                self._apply(piece, plan.results.get((row, version)), holds_row=(piece.sequence.row, piece.sequence.row_version) == (row, version))
+        self._measure(plan)
+        for slice_ in plan.slices:
+            if slice_.piece.sequence.status is not Status.FINISHED and not slice_.is_void:
+                self._apply(slice_, plan.results.get((slice_.row, slice_.row_version)))
 
-    def _apply(self, piece: PlannedSlice, result: RowResult | None, *, holds_row: bool) -> None:
-        """One slice's outcome. A sequence preempted meanwhile keeps its new tokens and loses only the computed positions."""
+    def _apply(self, slice_: SliceInFlight, result: RowResult | None) -> None:
+        """One slice's outcome. A sequence preempted meanwhile keeps its new tokens, and what it computed unless it gave that up."""
+        piece = slice_.piece
         sequence = piece.sequence
         error = _error_of(piece, result)
         if error:
-            self._emit(sequence, sequence.num_output_tokens, (), "error", error=error)
+            self._outputs.emit(sequence, sequence.num_output_tokens, (), "error", error=error)
             self._retire(sequence)
             return
         deferred = result is not None and result.outcome == "deferred"
-        if holds_row:
-            # Deferred: no token was drawn, so the last position is computed again for its logits.
-            self._advance(sequence, piece.start + piece.num_tokens - (1 if deferred else 0))
+        if slice_.counts():
+            if not deferred:
+                self._advance(sequence, piece.start + piece.num_tokens)
+            elif piece.after_plan == NO_PLAN:
+                # No token was drawn, so the last position is computed again for its logits.
+                self._advance(sequence, piece.start + piece.num_tokens - 1)
             if deferred:
                 self._give_back_unused(sequence)
-        if piece.sample and result is not None and not deferred:
+        if piece.sample and result is not None and not deferred and piece.start + piece.num_tokens == sequence.num_tokens:
             self._append(sequence, result)
 
     def _give_back_unused(self, sequence: Sequence) -> None:
-        """Blocks beyond what is computed or planned go back; the row has heard of them, so it is installed anew."""
-        self.memory.shrink(sequence, sequence.num_computed_tokens + sequence.num_planned_tokens)
-        self.rows.release(sequence, NO_PLAN)
+        """What is planned beyond the computed is not going to be: the row has heard of it, so it is installed anew."""
+        for plan in self.plans:
+            for slice_ in plan.slices:
+                slice_.is_void = slice_.is_void or slice_.piece.sequence is sequence
+        sequence.kv_version += 1
+        sequence.num_planned_tokens = sequence.num_pending_tokens = 0
+        self.rows.release(sequence, sequence.planned_in)
+        if sequence.status is Status.RUNNING:
+            self.memory.shrink(sequence, sequence.num_computed_tokens, sequence.planned_in)
+        else:
+            self.swapping.truncate(sequence, self.memory.blocks_for(sequence.num_computed_tokens) // self.memory.num_groups * self.config.block_size)
 
     def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
         before = sequence.num_computed_tokens
@@ -265,7 +295,7 @@ class SchedulerCore:
                 break
         self.counters.tokens_generated += taken
         stop_id = result.token_ids[taken - 1] if reason == "stop" else NONE
-        self._emit(sequence, first_index, result.token_ids[:taken], reason, result=result, stop_id=stop_id)
+        self._outputs.emit(sequence, first_index, result.token_ids[:taken], reason, result=result, stop_id=stop_id)
         if reason is not None:
             self._retire(sequence)
 
@@ -282,10 +312,20 @@ class SchedulerCore:
         if plan is None:
             return
         self._acknowledge(plan)
-        for piece, row, version in plan.slices:
+        for slice_ in plan.slices:
             # What the slice told the row is lost with it, so every row of the plan is installed anew.
-            if piece.sequence.status is Status.RUNNING and (piece.sequence.row, piece.sequence.row_version) == (row, version):
-                self._give_back_unused(piece.sequence)
+            sequence = slice_.piece.sequence
+            if sequence.status is not Status.FINISHED and slice_.counts():
+                self._give_back_unused(sequence)
+            for successor in [other for later in self.plans for other in later.slices if other.piece.sequence is sequence]:
+                successor.is_void = True
+
+    def _transfer_done(self, done: TransferDone) -> None:
+        if done.epoch != self.config.epoch:
+            self.counters.num_dropped += 1
+            return
+        self.counters.num_dropped += self.swapping.done(done, [*self.queues.preempted, *self.queues.waiting])
+        self.counters.changed = True
 
     def _plan_in_flight(self, epoch: int, plan_id: PlanId) -> PlanInFlight | None:
         """The plan an answer is about; an answer of an older epoch or to an unknown plan is dropped and counted."""
@@ -298,15 +338,28 @@ class SchedulerCore:
 
     def _acknowledge(self, plan: PlanInFlight) -> None:
         self.plans.remove(plan)
-        for piece, row, version in plan.slices:
-            sequence = piece.sequence
+        for slice_ in plan.slices:
+            sequence = slice_.piece.sequence
             if sequence.planned_in == plan.plan_id:
                 sequence.planned_in = NO_PLAN
-            if (sequence.row, sequence.row_version) == (row, version):
-                sequence.num_planned_tokens -= piece.num_tokens
+            if slice_.counts():
+                sequence.num_planned_tokens -= slice_.piece.num_tokens
+                sequence.num_pending_tokens -= slice_.piece.sample
         self.memory.pool.acknowledge(plan.plan_id)
         self.rows.acknowledge(plan.plan_id)
         self.counters.changed = True
+
+    def _measure(self, plan: PlanInFlight) -> None:
+        """Lets the planner learn from a step what computing costs."""
+        seconds = sum(plan.seconds.values())
+        if plan.slices:
+            self.counters.count_step(plan.seconds)
+            self.swapping.transfers.measure_step(seconds)
+        prompts = [slice_.piece for slice_ in plan.slices if slice_.piece.num_tokens > 1]
+        if prompts:
+            num_tokens = sum(piece.num_tokens for piece in prompts)
+            pairs = sum(num_pairs(piece.start, piece.start + piece.num_tokens) for piece in prompts)
+            self.prefill.measure(num_tokens, pairs, num_tokens + len(plan.slices) - len(prompts), seconds)
 
     def _snapshot_if_due(self, now: float) -> list[Effect]:
         counters = self.counters
@@ -314,47 +367,7 @@ class SchedulerCore:
             return []
         counters.changed = False
         counters.last_snapshot = now
-        return [snapshot(self.config, self.queues, self.memory, counters, self.preemption.num_recomputed)]
-
-    # --- output ----------------------------------------------------------------------------------------
-
-    def _emit(
-        self,
-        sequence: Sequence,
-        first_index: int,
-        token_ids: tuple[int, ...],
-        reason: FinishReason | None,
-        *,
-        result: RowResult | None = None,
-        stop_id: int = NONE,
-        error: str = "",
-    ) -> None:
-        output = SequenceOutput(
-            key=sequence.key,
-            first_index=first_index,
-            token_ids=token_ids,
-            logprobs=result.logprobs[: len(token_ids)] if result is not None else (),
-            finish_reason=reason,
-            stop_token_id=stop_id,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_preemptions=sequence.num_preemptions,
-            queue_s=max(0.0, sequence.queue_s),
-            error=error,
-        )
-        self._outputs.setdefault(sequence.key.frontend, []).append(output)
-
-    def _take_outputs(self) -> list[Effect]:
-        """One message per frontend, in order of their numbers."""
-        if not self._outputs and not self._rejections:
-            return []
-        frontends = sorted({*self._outputs, *self._rejections})
-        effects: list[Effect] = [
-            StepOutput(frontend, self.config.epoch, tuple(self._outputs.get(frontend, ())), tuple(self._rejections.get(frontend, ())))
-            for frontend in frontends
-        ]
-        self._outputs.clear()
-        self._rejections.clear()
-        return effects
+        return [snapshot(self.config, self.queues, self.memory, self.swapping, self.preemption.decisions, counters)]
 
 
 def _error_of(piece: PlannedSlice, result: RowResult | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,10 +20,17 @@ class CoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 512
     max_num_queued: Positive = 4096  #: waiting sequences; more are rejected
-    max_plans_in_flight: Annotated[int, Meta(ge=1, le=1)] = 1  #: 2 needs plans that take the token of the plan before
+    max_plans_in_flight: Annotated[int, Meta(ge=1, le=2)] = 1
     num_workers: Positive = 1
     scheduling_policy: str = "fcfs"
     prefix_caching: bool = True
+    num_swap_slots: Annotated[int, Meta(ge=0)] = 0  #: of one block each; 0: preempted KV is always computed again
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    block_bytes: Positive = 1 << 20
+    #: First rates for the planner, until transfers and steps have been measured.
+    prefill_tok_s: float = 1000.0
+    swap_out_bytes_s: float = 4e9
+    swap_in_bytes_s: float = 4e9
     epoch: Positive = 1
     snapshot_interval_s: float = 0.1  #: at most one `StatsSnapshot` in this time while things change
     idle_snapshot_interval_s: float = 1.0

@@ -9,7 +9,7 @@ from scheduler.invariants import InvariantError, check
 
 def debug_state(core: SchedulerCore) -> DebugState:
     """A picture of this moment; checks every invariant for it."""
-    pool = core.memory.pool
+    pool, swap = core.memory.pool, core.swapping.swap
     return DebugState(
         epoch=core.config.epoch,
         steps=core.counters.num_steps,
@@ -22,14 +22,14 @@ def debug_state(core: SchedulerCore) -> DebugState:
                 num_tokens=sequence.num_tokens,
                 num_computed_tokens=sequence.num_computed_tokens,
                 num_cached_tokens=sequence.num_cached_tokens,
-                blocks=sequence.num_table_blocks,
-                swap_slots=0,
+                blocks=sequence.num_device_blocks,
+                swap_slots=sum(len(slots) for slots in sequence.slots),
                 preemptions=sequence.num_preemptions,
             )
             for sequence in core.queues
         ],
         blocks=BlockCounts(total=pool.num_blocks, free=pool.num_free, cached=pool.num_cached, used=pool.num_used),
-        swap_slots=SwapSlotCounts(total=0, free=0, cached=0, held=0),
+        swap_slots=SwapSlotCounts(total=swap.total, free=swap.num_free, cached=swap.num_cached, held=swap.num_used),
         invariants=_report(core),
     )
 

@@ -7,7 +7,8 @@ story: what is wrong, and with which block or sequence. Nothing here mutates.
 from __future__ import annotations
 
 from kvstore.block_table import blocks_for
-from pagemill.messages import NO_ROW, BlockId
+from kvstore.id_pool import IdPool
+from pagemill.messages import NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
 from scheduler.core import SchedulerCore
 from scheduler.sequence import Sequence, Status
 
@@ -21,6 +22,8 @@ def check(core: SchedulerCore) -> None:
     _check_queues(core)
     _check_sequences(core)
     _check_blocks(core)
+    _check_slots(core)
+    _check_transfers(core)
     _check_index(core)
     _check_rows(core)
     _check_plans(core)
@@ -48,59 +51,124 @@ def _check_queues(core: SchedulerCore) -> None:
 
 
 def _check_sequences(core: SchedulerCore) -> None:
-    planned: dict[int, int] = {}
+    planned: dict[int, list[int]] = {}
     for plan in core.plans:
-        for piece, row, version in plan.slices:
-            if (piece.sequence.row, piece.sequence.row_version) == (row, version):
-                planned[piece.sequence.seq_id] = planned.get(piece.sequence.seq_id, 0) + piece.num_tokens
+        for slice_ in plan.slices:
+            if slice_.counts():
+                counts = planned.setdefault(slice_.piece.sequence.seq_id, [0, 0])
+                counts[0] += slice_.piece.num_tokens
+                counts[1] += slice_.piece.sample
     for sequence in core.queues:
-        in_flight = planned.get(sequence.seq_id, 0)
-        _require(sequence.num_planned_tokens == in_flight, "{!r}: plans in flight say {}", sequence, in_flight)
+        in_flight = planned.get(sequence.seq_id, [0, 0])
+        _require([sequence.num_planned_tokens, sequence.num_pending_tokens] == in_flight, "{!r}: plans in flight say {}", sequence, in_flight)
         _require(sequence.num_prompt_tokens <= sequence.num_tokens, "{!r} lost prompt tokens", sequence)
         _require(sequence.num_output_tokens < sequence.limits.max_tokens, "{!r} should have ended", sequence)
+        _check_tables(core, sequence)
         if sequence.status is Status.RUNNING:
-            _check_running(core, sequence)
+            _require(sequence.is_present and not sequence.holds_weakly, "{!r} runs without all its KV", sequence)
         else:
-            empty = sequence.num_table_blocks == 0 and sequence.num_computed_tokens == 0 and sequence.row == NO_ROW
-            _require(empty, "{!r} does not run and holds something", sequence)
+            _require(sequence.holds_weakly and sequence.row == NO_ROW, "{!r} does not run, yet it has a row or strong references", sequence)
 
 
-def _check_running(core: SchedulerCore, sequence: Sequence) -> None:
+def _check_tables(core: SchedulerCore, sequence: Sequence) -> None:
+    """Each entry is on the device or in the arena, and there are as many as the positions need."""
     reached = sequence.num_computed_tokens + sequence.num_planned_tokens
-    _require(reached <= sequence.num_tokens, "{!r} computes more than it knows", sequence)
-    for table in sequence.tables:
+    _require(reached <= sequence.num_tokens + sequence.num_pending_tokens, "{!r} computes more than it knows", sequence)
+    num_absent = 0
+    for group, table in enumerate(sequence.tables):
         wanted = blocks_for(reached, core.config.block_size)
         _require(len(table) == wanted, "{!r} holds {} blocks for {} positions", sequence, len(table), reached)
-        _require(len(set(table.ids)) == len(table), "{!r} names a block twice", sequence)
+        present = [block for block in table if block != NONE]
+        _require(len(set(present)) == len(present), "{!r} names a block twice", sequence)
+        num_absent += len(table) - len(present)
+        away = {index for index, block in enumerate(table) if block == NONE or (group, index) in sequence.arriving}
+        _require(away == set(sequence.slots[group]), "{!r}: entries {} are away, slots are held for {}", sequence, away, sequence.slots[group])
+    _require(sequence.num_absent == num_absent, "{!r} counts {} absent entries, there are {}", sequence, sequence.num_absent, num_absent)
 
 
 def _check_blocks(core: SchedulerCore) -> None:
     pool = core.memory.pool
-    references = [0] * pool.num_blocks
-    for sequence in core.queues.running:
+    references, weak = [0] * pool.num_blocks, [0] * pool.num_blocks
+    for sequence in core.queues:
         for table in sequence.tables:
             for number in table.ids:
-                references[number] += 1
-    try:
-        places = pool.places()
-    except ValueError as error:
-        raise InvariantError(str(error)) from error
+                if number != NONE:
+                    references[number] += 1
+                    weak[number] += sequence.holds_weakly
+    for transfer in core.swapping.transfers.in_flight():
+        references[transfer.block] += transfer.holds_block
+    for number in pool.copied():
+        references[number] += 1
+    places = _places(pool)
     for number, (count, place) in enumerate(zip(references, places, strict=True)):
         block = BlockId(number)
-        _require(pool.count(block) == count, "block {} counts {} references, tables hold {}", block, pool.count(block), count)
+        _require(pool.count(block) == count, "block {} counts {} references, there are {}", block, pool.count(block), count)
         _require((count > 0) == (place == "referenced"), "block {} is {} with {} references", block, place, count)
         _require(place != "cached" or block in pool.index, "block {} is cached without a key", block)
         _require(place != "free" or block not in pool.index, "block {} is free with a key", block)
+    _require(pool.weak_counts() == weak, "weak references are counted wrongly")
+    num_reclaimable = sum(0 < count == loose for count, loose in zip(references, weak, strict=True))
+    _require(pool.num_reclaimable == num_reclaimable, "{} blocks are said to be reclaimable, {} are", pool.num_reclaimable, num_reclaimable)
     _require(pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks, "free + cached + used is not the total")
-    _require(bool(core.plans) or pool.num_fenced == 0, "blocks stay behind a fence though no plan is in flight")
+    _require(pool.num_leaving == 0, "blocks are still leaving though the plan is complete")
+    idle = not core.plans and not len(core.swapping.transfers)
+    _require(not idle or pool.num_fenced == 0, "blocks stay behind a fence though nothing is in flight")
+
+
+def _check_slots(core: SchedulerCore) -> None:
+    swap = core.swapping.swap
+    references = [0] * swap.total
+    for sequence in core.queues:
+        for slots in sequence.slots:
+            for slot in slots.values():
+                references[slot] += 1
+    transfers = core.swapping.transfers.in_flight()
+    for transfer in transfers:
+        references[transfer.slot] += 1
+    for number, (count, place) in enumerate(zip(references, _places(swap), strict=True)):
+        slot = SwapSlotId(number)
+        _require(swap.count(slot) == count, "swap slot {} counts {} references, there are {}", slot, swap.count(slot), count)
+        _require((count > 0) == (place == "referenced"), "swap slot {} is {} with {} references", slot, place, count)
+        _require(place != "cached" or slot in swap.index, "swap slot {} is cached without a key", slot)
+        _require(place != "free" or slot not in swap.index, "swap slot {} is free with a key", slot)
+    writers = {transfer.slot: transfer.transfer_id for transfer in transfers if transfer.direction == "out"}
+    _require(swap.filling() == writers, "filling slots {} are not those being written {}", swap.filling(), writers)
+
+
+def _check_transfers(core: SchedulerCore) -> None:
+    transfers = core.swapping.transfers
+    in_flight = transfers.in_flight()
+    slots_read = [transfer.slot for transfer in in_flight if transfer.direction == "in"]
+    slots_written = [transfer.slot for transfer in in_flight if transfer.direction == "out"]
+    _require(not set(slots_read) & set(slots_written), "a slot is read while it is being written")
+    _require(len(set(slots_written)) == len(slots_written), "a slot is written twice at once")
+    blocks_written = [transfer.block for transfer in in_flight if transfer.direction == "in"]
+    _require(len(set(blocks_written)) == len(blocks_written), "a block is brought in twice at once")
+    running = {number for sequence in core.queues.running for table in sequence.tables for number in table.ids}
+    _require(not running & set(blocks_written), "a running sequence uses a block that is still arriving")
+    for direction in ("out", "in"):
+        background = sum(transfer.direction == direction and transfer.needed_by == NO_PLAN for transfer in in_flight)
+        _require(transfers.num_background(direction) == background, "transfers in the background are counted wrongly")
+    for sequence in core.queues:
+        named = {transfer.transfer_id for transfer in in_flight if transfer.sequence is sequence and transfer.direction == "in"}
+        _require(set(sequence.arriving.values()) <= named, "{!r} waits for transfers that nobody carries out", sequence)
+
+
+def _places(pool: IdPool[BlockId] | IdPool[SwapSlotId]) -> list[str]:
+    try:
+        return pool.places()
+    except ValueError as error:
+        raise InvariantError(str(error)) from error
 
 
 def _check_index(core: SchedulerCore) -> None:
     index = core.memory.pool.index
     for key, block in index.entries().items():
         _require(index.key_of(block) == key, "block {} and its key disagree", block)
-    for sequence in core.queues.running:
+    for sequence in core.queues:
         for block_index in range(sequence.num_computed_tokens // core.config.block_size):
+            if sequence.tables[0][block_index] == NONE:
+                continue
             indexed = index.key_of(sequence.tables[0][block_index])
             right = indexed is None or (sequence.is_cacheable and indexed == sequence.block_key(block_index))
             _require(right, "{!r}: block {} holds another prefix", sequence, block_index)
@@ -118,7 +186,7 @@ def _check_rows(core: SchedulerCore) -> None:
 def _check_plans(core: SchedulerCore) -> None:
     _require(len(core.plans) <= core.config.max_plans_in_flight, "too many plans in flight")
     for plan in core.plans:
-        num_tokens = sum(piece.num_tokens for piece, _, _ in plan.slices)
-        _require(0 < num_tokens <= core.config.max_num_batched_tokens, "plan {} has {} tokens", plan.plan_id, num_tokens)
-        names = [row for _, row, _ in plan.slices]
+        num_tokens = sum(slice_.piece.num_tokens for slice_ in plan.slices)
+        _require(num_tokens <= core.config.max_num_batched_tokens, "plan {} has {} tokens", plan.plan_id, num_tokens)
+        names = [slice_.row for slice_ in plan.slices]
         _require(len(set(names)) == len(names), "plan {} names a row twice", plan.plan_id)

@@ -1,30 +1,91 @@
-"""Preemption: who yields when blocks or seats run out, and how.
+"""Preemption: who yields when blocks or seats run out, and how: the planner.
 
-The policy gives an order; this file says whom among those behind. The head, the first unfinished sequence,
-may take from everybody; a running sequence may take from running ones behind it; one that wants to start
-may take only from running ones of larger urgency, so that equals never push each other out. Victims yield
-from the end of the order and lose all their blocks; their tokens stay, and what the prefix index still
-holds of them when they come back need not be computed again.
+The policy gives an order; nobody takes from those ahead. Blocks are taken first from sequences that do not run
+but still hold some, last in the order first, then from running ones. A running sequence may take from all
+behind it; one that wants to start only from less urgent ones, so that equals never push each other out, unless
+it has waited so long that those behind it have overtaken it. The *head*, the first sequence that may run, takes
+from everybody, so it always advances, whatever else happens.
+
+Only what is needed is freed, from the end of a sequence, private blocks only. Each victim's blocks go the
+cheaper way: copied to the arena (what is queued on the link, out for those without a copy, and in again) or
+dropped (computed again at the measured prefill rate). The last in the order yields, unless another is less
+than half as dear; who has just come back, or has yielded often, comes after all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from pagemill.messages import BlockId, Decision, Preempt, PreemptionReason, VictimKind, VictimPrice
+from scheduler.core_config import CoreConfig
+from scheduler.decisions import Decisions
 from scheduler.kv_memory import KvMemory
 from scheduler.queues import Queues
+from scheduler.rates import PrefillRate
 from scheduler.sequence import Sequence, Status
+from scheduler.swapping import Swapping, Tail
+
+#: Steps after coming back in which a sequence yields only if nobody else can.
+_QUANTUM_STEPS = 32
+#: Preemptions after which the same holds.
+_MANY_PREEMPTIONS = 3
+#: Steps after which a sequence that does not run may take from all behind it. Far below the 512 that are promised.
+_PATIENCE_STEPS = 128
+#: The last in the order yields unless another is cheaper by this factor.
+_PREFERENCE = 2.0
+#: Running victims that are priced for one purpose.
+_MAX_PRICED = 8
+#: Those that come back leave room for so many further tokens of each running sequence, at most this share of the pool.
+_HEADROOM_TOKENS = 32
+_HEADROOM_SHARE = 8
+
+
+@dataclass(slots=True)
+class Offer:
+    """What a sequence could give up for a purpose, and at what price."""
+
+    sequence: Sequence
+    tail: Tail
+    was_running: bool
+    num_without_copy: int
+    num_tokens: int  #: to compute again if it is dropped
+    swap_s: float | None
+    recompute_s: float
+    kind: VictimKind = "keep"
+    yielded: bool = False
+    freed: int = 0
+
+    @property
+    def cheapest_s(self) -> float:
+        return self.recompute_s if self.swap_s is None else min(self.swap_s, self.recompute_s)
+
+    @property
+    def price(self) -> float:
+        """Seconds per freed block."""
+        return self.cheapest_s / max(1, self.tail.num_freed)
 
 
 class Preemption:
     """Chooses and carries out. `on_preempted` lets the owner of rows and plans forget the victim."""
 
-    def __init__(self, queues: Queues, memory: KvMemory, max_num_seqs: int, on_preempted: Callable[[Sequence], None]) -> None:
-        self._queues = queues
-        self._memory = memory
-        self._max_num_seqs = max_num_seqs
+    def __init__(
+        self, config: CoreConfig, queues: Queues, memory: KvMemory, swapping: Swapping, prefill: PrefillRate, on_preempted: Callable[[Sequence], None]
+    ) -> None:
+        self.decisions = Decisions()
+        self.head: Sequence | None = None  #: the first that may run; set by the step builder
+        self.num_reserved = 0  #: blocks that sequences on their way back are going to need
+        self.num_returning = 0  #: such sequences
+        self.now = 0.0
+        self.step = 0
+        self._config, self._queues, self._memory, self._swapping, self._prefill = config, queues, memory, swapping, prefill
         self._on_preempted = on_preempted
-        self.num_recomputed = 0  #: preemptions whose KV will be computed again
+        self.on_resumed: Callable[[float], None] = lambda seconds: None  #: told how long the sequence did not run
+
+    def begin(self, now: float, step: int) -> None:
+        """A new plan is being built."""
+        self.now, self.step = now, step
+        self.num_reserved = self.num_returning = 0
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grows a running sequence to `num_tokens` positions, at the cost of those behind it if need be.
@@ -34,63 +95,219 @@ class Preemption:
         memory = self._memory
         if memory.extend(sequence, num_tokens):
             return True
-        victims = self._victims(sequence)
         missing = memory.blocks_for(num_tokens) - sequence.num_table_blocks
-        is_first = sequence is self._queues.running[0]  # all the others may yield to it, and then there is enough
-        if not is_first and missing > memory.pool.num_obtainable + memory.num_blocks_gained(victims, sequence):
-            return False
-        for victim in victims:
-            self._preempt(victim)
-            if memory.extend(sequence, num_tokens):
-                return True
-        return False
+        return self._reclaim(sequence, missing, "growth", {}) and memory.extend(sequence, num_tokens)
 
-    def make_room(self, candidate: Sequence) -> bool:
-        """Finds a seat and blocks for the whole known context of a sequence that wants to start.
+    def make_room(self, candidate: Sequence, num_first_blocks: int) -> bool:
+        """Finds a seat for a sequence that wants to start, room for its whole known context, and blocks for its first step.
 
-        False, and nobody yields, if there is not enough.
+        False, and nobody yields, if there is not enough. The rest of the room is taken as it is needed.
         """
-        if self._fits(candidate):
-            return True
+        is_head = candidate is self.head
         victims = self._victims(candidate)
-        if candidate is not self._queues.head():
-            seats = self._max_num_seqs - len(self._queues.running) + len(victims)
-            if not victims or seats < 1 or self._shortage(candidate) > self._memory.num_blocks_gained(victims, candidate):
-                return False
-        for victim in victims:
-            self._preempt(victim)
-            if self._fits(candidate):
-                return True
-        return False
+        no_seat = len(self._queues.running) + self.num_returning >= self._config.max_num_seqs
+        if no_seat and not victims:
+            return False
+        adopted = dict.fromkeys(self._memory.adoptable(candidate))
+        needed = self._memory.num_needed_blocks(candidate)
+        shortage = needed - self._room(candidate)
+        if shortage > 0 and not is_head and not self._can_free(shortage, [*self._holders(candidate), *victims], adopted):
+            return False
+        if no_seat:
+            self._take_seat(candidate, victims[0])
+        return self._reclaim(candidate, min(needed, num_first_blocks), "start", adopted)
+
+    def resume(self, candidate: Sequence) -> None:
+        """A sequence that has all its KV on the device runs from here on."""
+        if candidate.status is Status.PREEMPTED:
+            candidate.resumed_in_step = self.step
+            self.on_resumed(self.now - candidate.preempted_at)
+        self._queues.move(candidate, Status.RUNNING)
+        self._memory.tighten(candidate)
+
+    def force(self, order: Preempt, sequence: Sequence) -> None:
+        """Makes a running sequence yield, whoever needs it."""
+        offer, num_slots = self._offer(sequence, order.num_blocks, {}), self._swapping.swap.num_obtainable
+        self._stop(sequence)
+        if offer.tail.entries:
+            kind: VictimKind = "swap" if order.kind == "swap" and offer.swap_s is not None else "recompute"
+            self._give_up(offer, "keep" if order.kind == "keep" else kind)
+        offer.yielded = True
+        self._record(sequence, "forced", order.num_blocks, [offer], num_slots)
+
+    # --- who -------------------------------------------------------------------------------------------
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
         """Running sequences that `needy` may take from, last in the order first."""
         behind = [victim for victim in reversed(self._queues.running) if victim.order > needy.order]
-        if needy.status is Status.RUNNING or needy is self._queues.head():
+        if needy.status is Status.RUNNING or needy is self.head or self.step - needy.waiting_since_step >= _PATIENCE_STEPS:
             return behind
         return [victim for victim in behind if victim.order[0] > needy.order[0]]
 
-    def _fits(self, candidate: Sequence) -> bool:
-        return len(self._queues.running) < self._max_num_seqs and self._shortage(candidate) <= 0
+    def _holders(self, needy: Sequence) -> list[Sequence]:
+        """Sequences that do not run but still hold blocks which `needy` may take, last in the order first."""
+        idle = [*self._queues.preempted, *self._queues.waiting] if self._memory.pool.num_reclaimable else []
+        holders = [holder for holder in idle if holder.num_device_blocks and holder is not needy and (holder.order > needy.order or needy is self.head)]
+        return sorted(holders, key=lambda holder: holder.order, reverse=True)
 
-    def _shortage(self, candidate: Sequence) -> int:
-        """Blocks lacking for the candidate's whole known context beside what the running ones were promised.
+    def _can_free(self, num_blocks: int, sequences: list[Sequence], keep: dict[BlockId, None]) -> bool:
+        """Whether these sequences together hold so many blocks that nobody else refers to."""
+        pool = self._memory.pool
+        references: dict[BlockId, int] = {}
+        num_freed = 0
+        for sequence in sequences:
+            for table in sequence.tables:
+                for block in table:
+                    if block < 0 or block in keep:
+                        continue
+                    references[block] = references.get(block, 0) + 1
+                    num_freed += references[block] == pool.count(block)
+            if num_freed >= num_blocks:
+                return True
+        return False
+
+    def _choose(self, victims: list[Sequence], num_blocks: int, keep: dict[BlockId, None]) -> tuple[Offer, list[Offer]]:
+        """The victim to take next, and all that were priced for it."""
+        least_urgent = [victim for victim in victims if victim.order[0] == victims[0].order[0]][:_MAX_PRICED]
+        offers = [self._offer(victim, num_blocks, keep) for victim in least_urgent]
+        open_ones = [offer for offer in offers if not self._is_protected(offer.sequence)] or offers
+        useful = [offer for offer in open_ones if offer.tail.num_freed] or open_ones
+        cheapest = min(offer.price for offer in useful)
+        return next(offer for offer in useful if offer.price <= _PREFERENCE * cheapest), offers
+
+    def _is_protected(self, victim: Sequence) -> bool:
+        return self.step - victim.resumed_in_step < _QUANTUM_STEPS or victim.num_preemptions >= _MANY_PREEMPTIONS
+
+    # --- how -------------------------------------------------------------------------------------------
+
+    def _reclaim(self, needy: Sequence, num_blocks: int, reason: PreemptionReason, keep: dict[BlockId, None]) -> bool:
+        """Makes `num_blocks` blocks obtainable. False if that is not possible now; for all but the head, nobody yields then."""
+        pool = self._memory.pool
+        if num_blocks <= pool.num_obtainable:
+            return True
+        holders, victims = self._holders(needy), self._victims(needy)
+        if needy is not self.head and not self._can_free(num_blocks - pool.num_obtainable, [*holders, *victims], keep):
+            return False
+        num_slots = self._swapping.swap.num_obtainable
+        looked_at: dict[int, Offer] = {}
+        for holder in holders:
+            missing = num_blocks - pool.num_obtainable
+            if missing <= 0:
+                break
+            self._ask(self._offer(holder, missing, keep), looked_at)
+        while (missing := num_blocks - pool.num_obtainable) > 0 and victims:
+            chosen, offers = self._choose(victims, missing, keep)
+            looked_at |= {offer.sequence.seq_id: offer for offer in offers}
+            victims.remove(chosen.sequence)
+            holders.insert(0, chosen.sequence)
+            self._stop(chosen.sequence)
+            self._ask(self._offer(chosen.sequence, missing, keep, was_running=True), looked_at)
+        for holder in holders:  # what several of them share is freed only when the last one gives it up
+            missing = num_blocks - pool.num_obtainable
+            if missing <= 0:
+                break
+            self._ask(self._offer(holder, missing, keep, shared=True), looked_at)
+        self._record(needy, reason, num_blocks, list(looked_at.values()), num_slots)
+        return pool.num_obtainable >= num_blocks
+
+    def _ask(self, offer: Offer, looked_at: dict[int, Offer]) -> None:
+        """Takes what a sequence that does not run offers, the cheaper way."""
+        before = looked_at.get(offer.sequence.seq_id)
+        offer.yielded = offer.was_running or bool(offer.tail.entries)
+        if offer.tail.entries:
+            swaps = offer.swap_s is not None and (self._config.preemption == "swap" or offer.swap_s <= offer.recompute_s)
+            self._give_up(offer, "swap" if swaps else "recompute")
+        if before is not None and before.yielded:  # asked twice for one purpose
+            before.freed += offer.freed
+            before.kind = offer.kind if offer.tail.entries else before.kind
+        else:
+            looked_at[offer.sequence.seq_id] = offer
+
+    def _give_up(self, offer: Offer, kind: VictimKind) -> None:
+        offer.kind = kind
+        if kind != "keep":
+            offer.freed = self._swapping.give_up(offer.sequence, offer.tail, swap=kind == "swap")
+
+    def _offer(self, sequence: Sequence, num_blocks: int, keep: dict[BlockId, None], *, shared: bool = False, was_running: bool = False) -> Offer:
+        """Prices what the sequence could free of `num_blocks`."""
+        swapping = self._swapping
+        tail = swapping.tail(sequence, num_blocks, keep, shared=shared)
+        was_running = was_running or sequence.status is Status.RUNNING
+        if not tail.entries:
+            return Offer(sequence, tail, was_running, 0, 0, None, 0.0)
+        num_without_copy = swapping.num_without_copy(sequence, tail)
+        first = tail.first_index * self._config.block_size
+        recompute_s = self._prefill.seconds(first, sequence.num_computed_tokens)
+        swap_s: float | None = None
+        if len(tail.entries) <= swapping.swap.num_obtainable:
+            out, back, size = swapping.transfers.rates["out"], swapping.transfers.rates["in"], self._config.block_bytes
+            swap_s = out.seconds(swapping.transfers.backlog_bytes("out") + num_without_copy * size) + back.seconds(len(tail.entries) * size)
+        num_tokens = max(0, sequence.num_computed_tokens - first)
+        return Offer(sequence, tail, was_running, num_without_copy, num_tokens, swap_s, recompute_s)
+
+    def _take_seat(self, needy: Sequence, victim: Sequence) -> None:
+        offer = self._offer(victim, 0, {})
+        self._stop(victim)
+        offer.yielded = True
+        self._record(needy, "seat", 0, [offer], self._swapping.swap.num_obtainable)
+
+    def _stop(self, victim: Sequence) -> None:
+        """It keeps its blocks for now, but weakly."""
+        self._queues.move(victim, Status.PREEMPTED)
+        self._on_preempted(victim)
+        self._memory.loosen(victim)
+        victim.num_preemptions += 1
+        victim.preempted_at, victim.waiting_since_step = self.now, self.step
+
+    def _room(self, candidate: Sequence) -> int:
+        """Blocks left for the candidate's whole known context beside what others were promised.
 
         All but the head leave a little headroom, so that the next decoded tokens do not push it out again.
         """
-        memory = self._memory
-        needed = memory.num_needed_blocks(candidate)
-        if candidate is self._queues.head():
-            return needed - memory.pool.num_obtainable
-        promised = sum(max(0, memory.blocks_for(running.num_tokens) - running.num_table_blocks) for running in self._queues.running)
+        memory, running = self._memory, self._queues.running
+        if candidate is self.head:
+            return memory.pool.num_obtainable
+        promised = sum(max(0, memory.blocks_for(other.num_tokens) - other.num_table_blocks) for other in running)
         headroom = max(1, memory.pool.num_blocks // 64)
-        return needed + promised + headroom - memory.pool.num_obtainable
+        if candidate.status is Status.PREEMPTED:
+            growth = (len(running) + 1) * memory.blocks_for(_HEADROOM_TOKENS)
+            headroom = max(headroom, min(growth, memory.pool.num_blocks // _HEADROOM_SHARE))
+        return memory.pool.num_obtainable - promised - headroom - self.num_reserved
 
-    def _preempt(self, victim: Sequence) -> None:
-        self._queues.move(victim, Status.PREEMPTED)
-        self._memory.release(victim, victim.planned_in)
-        victim.num_computed_tokens = 0
-        victim.num_planned_tokens = 0
-        victim.num_preemptions += 1
-        self.num_recomputed += 1
-        self._on_preempted(victim)
+    def _record(self, needy: Sequence, reason: PreemptionReason, num_blocks: int, offers: list[Offer], num_slots: int) -> None:
+        if not any(offer.yielded for offer in offers):
+            return
+        transfers = self._swapping.transfers
+        decision = Decision(
+            number=self.decisions.next_number,
+            at_s=self.now,
+            step=self.step,
+            reason=reason,
+            request_id=needy.request_id,
+            seq_id=needy.seq_id,
+            blocks_wanted=num_blocks,
+            out_bytes_s=transfers.rates["out"].bytes_s,
+            in_bytes_s=transfers.rates["in"].bytes_s,
+            prefill_tok_s=self._prefill.tokens_s,
+            backlog_bytes=transfers.backlog_bytes("out"),
+            block_bytes=self._config.block_bytes,
+            swap_slots_left=num_slots,
+            victims=[_price(offer) for offer in offers],
+        )
+        self.decisions.record(decision)
+
+
+def _price(offer: Offer) -> VictimPrice:
+    return VictimPrice(
+        request_id=offer.sequence.request_id,
+        seq_id=offer.sequence.seq_id,
+        was_running=offer.was_running,
+        blocks=offer.tail.num_freed,
+        blocks_to_copy=offer.num_without_copy,
+        tokens=offer.num_tokens,
+        swap_s=offer.swap_s,
+        recompute_s=offer.recompute_s,
+        yielded=offer.yielded,
+        kind=offer.kind,
+        freed=offer.freed,
+    )

@@ -19,6 +19,8 @@ from pagemill.config import SchedulerConfig
 from pagemill.messages import (
     DebugStateQuery,
     DebugStateReply,
+    DecisionsQuery,
+    DecisionsReply,
     Drain,
     Effect,
     Event,
@@ -145,6 +147,8 @@ class SchedulerProcess:
             log.warning("message_before_ready", kind=type(message).__name__)
         elif isinstance(message, DebugStateQuery):
             channel.send(DebugStateReply(message.query, debug_state(self._core)))
+        elif isinstance(message, DecisionsQuery):
+            channel.send(DecisionsReply(message.query, time.monotonic(), self._core.preemption.decisions.newest(message.limit)))
         else:
             self._handle(message)
 
@@ -215,7 +219,7 @@ class SchedulerProcess:
                 max_model_len=self._core.longest,
                 block_size=config.block_size,
                 num_blocks=config.num_blocks,
-                num_swap_slots=0,
+                num_swap_slots=config.num_swap_slots,
                 max_num_seqs=config.max_num_seqs,
                 deterministic=all(ready.deterministic for ready in self._ready.values()),
             )
@@ -264,6 +268,12 @@ class SchedulerProcess:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_num_queued=self._config.max_num_queued,
             max_plans_in_flight=self._config.max_plans_in_flight,
+            num_swap_slots=min(report.num_swap_slots for report in reports),
+            preemption=self._config.preemption,
+            block_bytes=max(report.block_bytes for report in reports),
+            prefill_tok_s=min(report.prefill_tok_s for report in reports),
+            swap_out_bytes_s=min(report.swap_out_bytes_s for report in reports),
+            swap_in_bytes_s=min(report.swap_in_bytes_s for report in reports),
             num_workers=self._config.num_workers,
             scheduling_policy=self._config.scheduling_policy,
             prefix_caching=self._config.prefix_caching,

@@ -51,9 +51,10 @@ class Queues:
         if status is not Status.FINISHED:
             insort(self.of(status), sequence, key=_order)
 
-    def head(self) -> Sequence | None:
-        """The first unfinished sequence: its claim is absolute, and it is never a victim."""
-        return min((queue[0] for queue in (self.waiting, self.running, self.preempted) if queue), key=_order, default=None)
+    def head(self, admits: bool = True) -> Sequence | None:
+        """The first unfinished sequence that may run (`admits`: waiting ones may): its claim is absolute, and it is never a victim."""
+        queues = (self.running, self.preempted, self.waiting) if admits else (self.running, self.preempted)
+        return min((queue[0] for queue in queues if queue), key=_order, default=None)
 
     def candidates(self) -> Iterator[Sequence]:
         """All that could start running, in order. Takes a copy, because starting one changes the lists."""

@@ -56,12 +56,14 @@ class Rows:
         if sequence.num_sent_tokens < num_tokens:
             new_tokens = sequence.token_ids[sequence.num_sent_tokens :].tobytes()
             sequence.num_sent_tokens = num_tokens
+        if planned.after_plan != NO_PLAN:
+            sequence.num_sent_tokens = planned.start + 1  # the workers take that one from their own row
         new_blocks = self._no_blocks
         num_blocks = len(sequence.tables[0].ids)
         if sequence.num_sent_blocks < num_blocks:
             new_blocks = tuple(table.packed(sequence.num_sent_blocks) for table in sequence.tables)
             sequence.num_sent_blocks = num_blocks
-        return Slice(sequence.row, sequence.row_version, planned.start, planned.num_tokens, planned.sample, new_tokens, NO_PLAN, new_blocks)
+        return Slice(sequence.row, sequence.row_version, planned.start, planned.num_tokens, planned.sample, new_tokens, planned.after_plan, new_blocks)
 
     def release(self, sequence: Sequence, fence: PlanId) -> None:
         """Takes the row away; the number is free once plan `fence` is acknowledged."""

@@ -7,18 +7,19 @@ its blocks. This file holds data and the table of legal moves; what to do with i
 
 from __future__ import annotations
 
+import struct
 from array import array
 from enum import Enum
 
 from kvstore.block_table import BlockTable
 from pagemill.keys import KEY_BYTES, block_key
-from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, PlanId, SeqId, SequenceKey, unpack_ids
+from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, PlanId, SeqId, SequenceKey, SwapSlotId, unpack_ids
 
 
 class Status(Enum):
-    WAITING = "waiting"  #: never scheduled, holds nothing
+    WAITING = "waiting"  #: never scheduled; may hold a prefix that is on its way from the arena
     RUNNING = "running"  #: holds blocks for what is computed, may be in a plan
-    PREEMPTED = "preempted"  #: was running; its KV gave way, its tokens stay
+    PREEMPTED = "preempted"  #: was running; its KV is on the device, in the arena, or to be computed again
     FINISHED = "finished"  #: holds nothing
 
 
@@ -34,22 +35,39 @@ TRANSITIONS: frozenset[tuple[Status, Status]] = frozenset(
     }
 )
 
+
+def in_group(key: bytes, group: int) -> bytes:
+    """The same prefix has one block in each KV group."""
+    return key if group == 0 else key + group.to_bytes(2, "little")
+
+
 #: Urgency (lower first), arrival, sequence id: the total order of all sequences.
 Order = tuple[int, float, int]
 
 
 class Sequence:
-    """One sequence. Invariants: num_computed <= num_tokens; only a RUNNING one holds blocks or a row."""
+    """One sequence. Invariants: num_computed <= num_tokens; only a RUNNING one holds a row.
+
+    Where its KV is belongs to each block. Entry i of a table is a device block, or NONE; then `slots` has i: the
+    block is in the arena. An arriving block is both, and `arriving` names the transfer. A running sequence has
+    all its blocks on the device and refers to them strongly; all others refer weakly and can be made to give up.
+    """
 
     __slots__ = (
         "added_at",
+        "arriving",
         "block_size",
+        "drawn_in",
+        "holds_weakly",
         "key",
         "keys",
+        "kv_version",
         "limits",
+        "num_absent",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_highest_computed",
+        "num_pending_tokens",
         "num_planned_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -57,19 +75,23 @@ class Sequence:
         "num_sent_tokens",
         "order",
         "planned_in",
+        "preempted_at",
         "priority",
         "queue_s",
         "request_id",
+        "resumed_in_step",
         "root",
         "row",
         "row_version",
         "sampling",
         "seed",
         "seq_id",
+        "slots",
         "status",
         "stop_ids",
         "tables",
         "token_ids",
+        "waiting_since_step",
     )
 
     def __init__(self, seq_id: SeqId, request: AddRequest, *, now: float, block_size: int, num_groups: int) -> None:
@@ -88,15 +110,25 @@ class Sequence:
         self.token_ids = unpack_ids(request.prompt_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(unpack_ids(request.output_ids))
-        self.num_computed_tokens = 0  #: positions whose KV is in the blocks of `tables`
+        self.num_computed_tokens = 0  #: positions whose KV exists, on the device or in the arena
         self.num_planned_tokens = 0  #: positions being computed by plans in flight, beyond the computed
+        self.num_pending_tokens = 0  #: tokens being drawn by plans in flight, beyond the known
         self.planned_in: PlanId = NO_PLAN  #: the last plan that names this sequence, NO_PLAN if it is acknowledged
+        self.drawn_in: PlanId = NO_PLAN  #: the last plan that draws a token for it
+        self.kv_version = 0  #: grows when positions in flight are given up: then their results do not advance it
         self.num_highest_computed = 0  #: what was ever computed: below it a position is computed again
         self.num_cached_tokens = 0  #: prompt tokens that came from the prefix cache
         self.num_preemptions = 0
+        self.preempted_at = now  #: when it last yielded
+        self.waiting_since_step = 0  #: since when it does not run
+        self.resumed_in_step = -(2**31)  #: when it last came back, long ago if never
         self.queue_s = -1.0  #: arrival here to the first slice, seconds; negative until then
 
         self.tables = [BlockTable() for _ in range(num_groups)]
+        self.slots: list[dict[int, SwapSlotId]] = [{} for _ in range(num_groups)]  #: by block index, only of those not (yet) on the device
+        self.arriving: dict[tuple[int, int], int] = {}  #: (group, block index) -> the transfer that brings it
+        self.num_absent = 0  #: entries of `tables` that are NONE
+        self.holds_weakly = True  #: its references to blocks are weak ones
         self.block_size = block_size
         self.root = request.root  #: empty: stays out of the prefix cache
         #: Keys of the first full blocks, extended on demand.
@@ -118,12 +150,22 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """What is left to plan: one for a decoding sequence."""
-        return len(self.token_ids) - self.num_computed_tokens - self.num_planned_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens - self.num_planned_tokens
 
     @property
     def num_table_blocks(self) -> int:
-        """Blocks held, over all groups."""
+        """Entries of all tables."""
         return sum(len(table) for table in self.tables)
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Blocks held on the device, over all groups; those on their way included."""
+        return self.num_table_blocks - self.num_absent
+
+    @property
+    def is_present(self) -> bool:
+        """All KV it has is on the device."""
+        return not self.num_absent and not self.arriving
 
     @property
     def is_cacheable(self) -> bool:
@@ -138,6 +180,12 @@ class Sequence:
                 raise ValueError(f"block {block_index} of sequence {self.seq_id} is not full")
             self.keys.append(block_key(self.keys[-1] if self.keys else self.root, tokens))
         return self.keys[block_index]
+
+    def copy_key(self, block_index: int, group: int) -> bytes:
+        """The name of a full block's content in the arena. That of a sequence kept out of the prefix cache is its own alone."""
+        if not self.root:
+            return b"private" + struct.pack("<qqh", self.seq_id, block_index, group)
+        return in_group(self.block_key(block_index), group)
 
     def move_to(self, status: Status) -> None:
         """The only way to change status. Raises on a move that is not in `TRANSITIONS`."""

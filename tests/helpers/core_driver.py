@@ -40,13 +40,14 @@ class CoreDriver:
     def __init__(self, config: CoreConfig | None = None, **numbers: object) -> None:
         self.core = SchedulerCore(config or CoreConfig(**numbers))  # type: ignore[arg-type]
         config = self.core.config
-        self.worker = FakeWorker(config.num_blocks, config.block_size, config.num_groups)
+        self.worker = FakeWorker(config.num_blocks, config.block_size, config.num_groups, num_slots=config.num_swap_slots)
         self.now = 0.0
         self.outputs: dict[SequenceKey, list[int]] = {}
         self.finished: dict[SequenceKey, SequenceOutput] = {}
         self.rejected: dict[SequenceKey, Rejection] = {}
         self.snapshots: list[StatsSnapshot] = []
-        self.in_flight: StepDone | RowMissing | None = None
+        self.in_flight: list[StepDone | RowMissing] = []  #: answers the core has not been given yet, oldest first
+        self.auto_transfers = True  #: background copies are done as soon as their plan is; else `transfer` does them
         self.plans: list[Plan] = []
         self.log: list[tuple[float, Event, list[Effect]]] = []
         self._next_request = 0
@@ -61,9 +62,11 @@ class CoreDriver:
                 case InstallRow():
                     self.worker.install(effect)
                 case Plan():
-                    assert self.in_flight is None
+                    assert len(self.in_flight) < self.core.config.max_plans_in_flight
                     self.plans.append(effect)
-                    self.in_flight = self.worker.run(effect)
+                    self.in_flight.append(self.worker.run(effect))
+                    while self.auto_transfers and self.worker.transfers:
+                        self.worker.carry_out(self.worker.transfers[0], effect.epoch)
                 case StepOutput():
                     self._receive(effect)
                 case StatsSnapshot():
@@ -116,22 +119,32 @@ class CoreDriver:
         return self.handle(Turn())
 
     def answer(self) -> bool:
-        """Lets the plan in flight be done. False if there is none."""
-        if self.in_flight is None:
+        """Lets the oldest plan in flight be done. False if there is none."""
+        if not self.in_flight:
             return False
-        done, self.in_flight = self.in_flight, None
-        self.handle(done)
+        self.handle(self.in_flight.pop(0))
         return True
 
+    def tell_transfers(self) -> bool:
+        """Tells the core of all copies that are done. False if there is none."""
+        told = bool(self.worker.done)
+        while self.worker.done:
+            self.handle(self.worker.done.pop(0))
+        return told
+
     def step(self) -> bool:
-        """One turn and its answer. False if there was nothing to do."""
+        """One turn and its answers. False if there was nothing to do."""
         self.turn()
-        return self.answer()
+        told = self.tell_transfers()
+        return self.answer() or told
 
     def run(self, limit: int = 10_000) -> int:
         """Steps until nothing is left to do; returns how many steps that took."""
         for steps in range(limit):
             if not self.step():
+                if self.worker.transfers:
+                    self.worker.carry_out(self.worker.transfers[0], self.core.config.epoch)
+                    continue
                 assert not self.core.sequences, f"stuck with {list(self.core.sequences.values())}"
                 return steps
         raise AssertionError(f"still busy after {limit} steps")

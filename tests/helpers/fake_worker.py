@@ -4,6 +4,9 @@ Its KV pool holds token ids instead of tensors. Computing a position writes the 
 draws, it reads the sequence's whole history back through the row's block table, so a wrong block, a missing
 token, a stale row or an overwritten prefix shows at once. The token drawn is a pure function of the history
 and the seed: whatever the scheduling, a request must end with the tokens `expected_tokens` gives.
+
+Transfers that no forward waits for stay pending until `carry_out` is told to do one, in any order that the
+protocol allows, so that a test decides how late a copy is. A failed copy leaves rubbish at its destination.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagemill.messages import InstallRow, Plan, RowMissing, RowResult, SamplingParams, Slice, StepDone, unpack_ids
+from pagemill.messages import NO_PLAN, InstallRow, Plan, RowMissing, RowResult, SamplingParams, Slice, StepDone, Transfer, TransferDone, unpack_ids
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Row:
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
+    drawn: tuple[int, int] = (-1, -1)  #: the last plan that drew a token, and the token
+    is_behind: bool = False  #: a plan that named it was not carried out for it: it lacks what that plan told it, or computed
 
 
 def draw(history: Sequence[int], seed: int, vocab_size: int) -> int:
@@ -48,12 +53,15 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, seed: int, 
 class FakeWorker:
     """Takes what a worker takes, answers what a worker answers."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, vocab_size: int = 32) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, vocab_size: int = 32, num_slots: int = 0) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
         #: By block: the token at each offset and, to tell prefixes apart, how many tokens precede it.
         self.pool = [[(-1, -1, -1)] * block_size for _ in range(num_blocks)]
+        self.arena = [[(-1, -1, -1)] * block_size for _ in range(num_slots)]
+        self.transfers: list[Transfer] = []  #: ordered and not carried out
+        self.done: list[TransferDone] = []  #: carried out and not yet told
         self.num_groups = num_groups
         self.num_positions = 0
         self.fail: Callable[[int, int], bool] = lambda row, version: False
@@ -64,21 +72,46 @@ class FakeWorker:
         self.rows[message.row] = Row(message.version, unpack_ids(message.token_ids), tables, message.sampling, message.seed, message.num_prompt_tokens)
 
     def run(self, plan: Plan) -> StepDone | RowMissing:
+        self.transfers += plan.transfers
+        for transfer in [transfer for transfer in plan.transfers if transfer.needed_by == plan.plan_id]:
+            self.carry_out(transfer, plan.epoch)
         for piece in plan.slices:
             if piece.row not in self.rows or self.rows[piece.row].version != piece.version:
+                for other in plan.slices:
+                    if other.row in self.rows:
+                        self.rows[other.row].is_behind = True
                 return RowMissing(plan.epoch, 0, plan.plan_id, piece.row, piece.version)
         for row in plan.released_rows:
             if all(piece.row != row for piece in plan.slices):
                 self.rows.pop(row, None)
-        results = [result for piece in plan.slices if (result := self._run_slice(piece)) is not None]
+        results = [result for piece in plan.slices if (result := self._run_slice(piece, plan.plan_id)) is not None]
         return StepDone(plan.epoch, 0, plan.plan_id, tuple(results), {"forward": 0.0})
 
-    def _run_slice(self, piece: Slice) -> RowResult | None:
+    def carry_out(self, transfer: Transfer, epoch: int, *, ok: bool = True) -> None:
+        """Does one pending transfer, after those before it that name its block or its slot."""
+        place = self.transfers.index(transfer)
+        for earlier in self.transfers[:place]:
+            if {_block(earlier), _slot(earlier)} & {_block(transfer), _slot(transfer)}:
+                self.carry_out(earlier, epoch)
+        self.transfers.remove(transfer)
+        source = self.pool[transfer.from_id] if transfer.from_tier == "device" else self.arena[transfer.from_id]
+        content = list(source) if ok else [(-2, -2, -2)] * self.block_size
+        (self.arena if transfer.to_tier == "arena" else self.pool)[transfer.to_id] = content
+        self.done.append(TransferDone(epoch, 0, (transfer.transfer_id,), ok, 1e-6))
+
+    def _run_slice(self, piece: Slice, plan_id: int) -> RowResult | None:
         row = self.rows[piece.row]
         row.token_ids.extend(unpack_ids(piece.new_token_ids))
         for table, new in zip(row.tables, piece.new_block_ids, strict=True):
             table.extend(unpack_ids(new))
+        if piece.after_plan != NO_PLAN:
+            if row.drawn[0] != piece.after_plan:
+                return RowResult(piece.row, piece.version, "deferred", (), (), "")
+            row.token_ids.append(row.drawn[1])
+        if row.is_behind:
+            return self._compute_rubbish(piece, row)
         if self.fail(piece.row, piece.version):
+            row.is_behind = True
             return RowResult(piece.row, piece.version, "failed", (), (), "planted failure")
         self.num_positions += piece.num_tokens
         end = piece.start + piece.num_tokens
@@ -92,7 +125,15 @@ class FakeWorker:
         if self.defer(piece.row, piece.version):
             return RowResult(piece.row, piece.version, "deferred", (), (), "")
         token = draw(row.token_ids, row.seed, self.vocab_size)
+        row.drawn = (plan_id, token)
         return RowResult(piece.row, piece.version, "accepted", (token,), (), "")
+
+    def _compute_rubbish(self, piece: Slice, row: Row) -> RowResult:
+        """The row does not know what the scheduler thinks it knows: what it computes and answers must not be used."""
+        for table in row.tables:
+            for position in range(piece.start, min(piece.start + piece.num_tokens, len(table) * self.block_size)):
+                self.pool[table[position // self.block_size]][position % self.block_size] = (-3, -3, -3)
+        return RowResult(piece.row, piece.version, "failed", (), (), "a row out of step")
 
     def _read_back(self, number: int, row: Row, end: int) -> None:
         for group, table in enumerate(row.tables):
@@ -100,3 +141,11 @@ class FakeWorker:
                 found = self.pool[table[position // self.block_size]][position % self.block_size]
                 wanted = (row.token_ids[position], position, group)
                 assert found == wanted, f"row {number} position {position}: KV of {found}, not of {wanted}"
+
+
+def _block(transfer: Transfer) -> tuple[str, int]:
+    return ("block", transfer.from_id if transfer.from_tier == "device" else transfer.to_id)
+
+
+def _slot(transfer: Transfer) -> tuple[str, int]:
+    return ("slot", transfer.from_id if transfer.from_tier == "arena" else transfer.to_id)

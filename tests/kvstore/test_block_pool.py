@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from kvstore.block_pool import BlockPool, OutOfBlocks
+from kvstore.block_pool import BlockPool
+from kvstore.id_pool import PoolExhausted
 from pagemill.messages import NO_PLAN, BlockId, PlanId
 
 
@@ -65,7 +66,7 @@ def test_free_blocks_are_taken_before_cached_ones_and_the_oldest_cached_one_firs
 def test_a_referenced_block_is_never_handed_out() -> None:
     pool = BlockPool(1)
     pool.allocate()
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(PoolExhausted):
         pool.allocate()
 
 

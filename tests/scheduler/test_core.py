@@ -290,9 +290,10 @@ def test_a_failed_row_fails_its_request_only() -> None:
 
 def answer_with(driver: CoreDriver, **changes: object) -> None:
     """Lets the plan in flight be answered by one result that was tampered with."""
-    assert isinstance(driver.in_flight, StepDone)
-    results = tuple(msgspec.structs.replace(result, **changes) for result in driver.in_flight.results)
-    driver.in_flight = msgspec.structs.replace(driver.in_flight, results=results)
+    (done,) = driver.in_flight
+    assert isinstance(done, StepDone)
+    results = tuple(msgspec.structs.replace(result, **changes) for result in done.results)
+    driver.in_flight = [msgspec.structs.replace(done, results=results)]
     driver.answer()
 
 
@@ -335,7 +336,7 @@ def test_a_step_ends_when_the_last_rank_has_answered_and_the_first_rank_says_wha
     driver = CoreDriver(num_workers=2)
     key = driver.add(prompt(5), max_tokens=1)
     driver.turn()
-    done = driver.in_flight
+    (done,) = driver.in_flight
     assert isinstance(done, StepDone)
     driver.answer()
     assert key not in driver.finished

@@ -24,8 +24,8 @@ def test_under_pressure_every_request_still_ends_with_its_own_tokens() -> None:
     driver.run()
     for stem, key in enumerate(keys):
         assert driver.outputs[key] == expected_tokens(prompt(stem), SamplingParams(), 0, 48, 30, VOCAB)
-    assert driver.core.preemption.num_recomputed > 0
-    assert sum(driver.finished[key].num_preemptions for key in keys) == driver.core.preemption.num_recomputed
+    assert driver.core.preemption.decisions.num_preempted("recompute") > 0
+    assert sum(driver.finished[key].num_preemptions for key in keys) == driver.core.preemption.decisions.num_preempted("recompute")
 
 
 def test_the_last_in_the_order_yields_and_the_first_never_does() -> None:
@@ -56,7 +56,7 @@ def test_what_the_prefix_index_still_holds_is_not_computed_again() -> None:
     victim = driver.add(prompt(1, 20), max_tokens=20)
     driver.run()
     assert driver.finished[victim].num_cached_tokens == 0, "its own blocks are no gift of the cache"
-    assert driver.core.preemption.num_recomputed == 1
+    assert driver.core.preemption.decisions.num_preempted("recompute") == 1
     assert 0 < driver.core.counters.tokens_recomputed < 20
 
 
@@ -130,7 +130,7 @@ def test_equals_never_push_each_other_out() -> None:
     driver.step()
     assert statuses(driver)[between] is Status.WAITING
     driver.run()
-    assert driver.core.preemption.num_recomputed == 0
+    assert driver.core.preemption.decisions.num_preempted("recompute") == 0
 
 
 def test_the_first_running_one_gets_its_blocks_even_if_those_behind_hold_only_shared_ones_and_the_head_is_kept_out() -> None:

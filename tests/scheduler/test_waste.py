@@ -32,7 +32,7 @@ def test_waste_is_at_most_one_fortieth_at_a_mean_of_400_tokens(seed: int, cost: 
 def test_waste_stays_small_while_memory_is_short() -> None:
     engine = engine_with_mixed_lengths(1, num_blocks=140)
     assert run_observed(engine).kv_waste <= 0.025
-    assert engine.core.preemption.num_recomputed > 0
+    assert engine.core.preemption.decisions.num_preempted("recompute") > 0
 
 
 def test_no_sequence_ever_wastes_a_whole_block() -> None:

@@ -1,0 +1,363 @@
+"""Swapping: how the KV of one sequence gets to the arena and back, block by block.
+
+    give_up     a sequence that does not run frees blocks, last ones first: copied out, or dropped to be computed again
+    bring_in    its blocks come back, first ones first, within the link's budget
+    adopt       a prefix that the arena still has is taken over, if fetching it is cheaper than computing it
+    copy_early  while blocks run short, clean copies are made of what will have to go next
+
+Full confirmed blocks have a name in the arena (`Sequence.copy_key`), so equal content lies there once, a copy
+made early serves the preemption that comes later, and what was brought back stays behind as a clean copy
+that may be dropped. A partly filled last block has no name and belongs to its sequence alone. Who gives up how
+much, and which way, is decided in `preemption`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvstore.swap_space import SwapSpace
+from pagemill.messages import NO_PLAN, NONE, BlockId, PlanId, SwapSlotId, TransferDone
+from scheduler.core_config import CoreConfig
+from scheduler.kv_memory import KvMemory
+from scheduler.rates import PrefillRate
+from scheduler.sequence import Sequence
+from scheduler.transfers import TransferInFlight, Transfers
+
+#: How often a cached block that is copied before it is overwritten is expected to be wanted again.
+_HITS_EXPECTED = 1 / 4
+#: The low-water mark of free blocks: a share of the pool, within these bounds. Each plan looks at no more blocks than that.
+_LOW_WATER_SHARE = 1 / 16
+_LOW_WATER = (4, 64)
+
+
+@dataclass(slots=True)
+class Tail:
+    """What a sequence could give up for a purpose: entries from the end of its tables."""
+
+    entries: list[tuple[int, int]] = field(default_factory=list)  #: (block index, group), last first
+    num_freed: int = 0  #: blocks that nobody refers to afterwards
+
+    @property
+    def first_index(self) -> int:
+        return self.entries[-1][0]
+
+
+class Swapping:
+    """Owns the swap space and the transfers."""
+
+    def __init__(self, config: CoreConfig, memory: KvMemory, prefill: PrefillRate) -> None:
+        self.memory = memory
+        self.swap = SwapSpace(0 if config.preemption == "recompute" else config.num_swap_slots)
+        self.transfers = Transfers(config, memory.pool, self.swap)
+        self.plan_id: PlanId = NO_PLAN  #: of the plan being built
+        self.num_moved_tokens = 0
+        self.num_early_copies = 0
+        self.num_arena_hit_tokens = 0
+        self._prefill = prefill
+        self._always_fetch = config.preemption == "swap"
+        self._block_bytes, self._block_size = config.block_bytes, config.block_size
+        self._low_water = max(_LOW_WATER[0], min(_LOW_WATER[1], int(config.num_blocks * _LOW_WATER_SHARE)))
+        memory.on_evict = self._save_evicted
+        memory.on_overwrite = lambda transfer_id: self.transfers.make_urgent(transfer_id, self.plan_id)
+
+    # --- giving up -------------------------------------------------------------------------------------
+
+    def tail(self, sequence: Sequence, num_blocks: int, keep: dict[BlockId, None], *, shared: bool = False) -> Tail:
+        """The last entries of the sequence that free `num_blocks` blocks, or as many as it can.
+
+        Blocks that running sequences or transfers use are no help, nor are those in `keep`. With `shared`,
+        entries are included that free nothing yet, because another sequence that does not run has them too.
+        """
+        pool, own = self.memory.pool, 0 if sequence.holds_weakly else 1
+        tail = Tail()
+        for index in range(len(sequence.tables[0]) - 1, -1, -1):
+            for group, table in enumerate(sequence.tables):
+                block = table[index]
+                if tail.num_freed >= num_blocks:
+                    return tail
+                if block == NONE or block in keep or pool.num_strong(block) > own:
+                    continue
+                if pool.count(block) == 1:
+                    tail.num_freed += 1
+                elif not shared:
+                    continue
+                tail.entries.append((index, group))
+        return tail
+
+    def num_without_copy(self, sequence: Sequence, tail: Tail) -> int:
+        """Blocks of the tail that would have to be copied out."""
+        return sum(self._copy_of(sequence, index, group) is None for index, group in tail.entries)
+
+    def give_up(self, sequence: Sequence, tail: Tail, *, swap: bool) -> int:
+        """Carries it out for a sequence that does not run. Returns how many blocks became obtainable; what was counted on in vain stays."""
+        before = self.memory.pool.num_obtainable
+        if swap:
+            self._swap_out(sequence, tail)
+        else:
+            self.truncate(sequence, tail.first_index * self._block_size)
+        return self.memory.pool.num_obtainable - before
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Forgets the KV behind the first `num_tokens` positions of a sequence that does not run.
+
+        If positions in flight are among them, all in flight are given up.
+        """
+        if sequence.num_computed_tokens + sequence.num_planned_tokens > num_tokens:
+            sequence.kv_version += 1
+            sequence.num_planned_tokens = sequence.num_pending_tokens = 0
+            num_tokens = sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+        # No fence: plans are carried out in order, and the next use of these blocks is in a later one.
+        self.memory.shrink(sequence, num_tokens)
+        num_kept = len(sequence.tables[0])
+        for group, slots in enumerate(sequence.slots):
+            for index in [index for index in slots if index >= num_kept]:
+                self.swap.release(slots.pop(index))
+                sequence.arriving.pop((group, index), None)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence has ended. Transfers under way keep what they need until they are done."""
+        for slots in sequence.slots:
+            for slot in slots.values():
+                self.swap.release(slot)
+            slots.clear()
+        sequence.arriving.clear()
+        if not sequence.is_cacheable:
+            self._forget_private(sequence)
+
+    def _swap_out(self, sequence: Sequence, tail: Tail) -> None:
+        pool = self.memory.pool
+        missing: list[tuple[int, int]] = []
+        for index, group in tail.entries:  # first hold on to the copies that exist, or making room for the others may drop them
+            slot = self._copy_of(sequence, index, group)
+            if slot is None:
+                missing.append((index, group))
+                continue
+            self._hold(sequence, index, group, slot)
+            self._leave_device(sequence, index, group)
+        for index, group in missing:
+            slot = self.swap.allocate()
+            sequence.slots[group][index] = slot
+            if self._is_confirmed(sequence, index):
+                self.swap.index.insert(sequence.copy_key(index, group), slot)
+            block = sequence.tables[group][index]
+            transfer = self.transfers.order_out(block, slot, holds_block=False)
+            pool.strengthen(block)
+            pool.leave(block, transfer.transfer_id)
+            self._mark_absent(sequence, index, group)
+            self.num_moved_tokens += self._num_positions(sequence, index, group)
+
+    def _hold(self, sequence: Sequence, index: int, group: int, slot: SwapSlotId) -> None:
+        if index not in sequence.slots[group]:
+            self.swap.reference(slot)
+            sequence.slots[group][index] = slot
+
+    def _leave_device(self, sequence: Sequence, index: int, group: int) -> None:
+        self.memory.give_back(sequence, sequence.tables[group][index])
+        self._mark_absent(sequence, index, group)
+
+    @staticmethod
+    def _mark_absent(sequence: Sequence, index: int, group: int) -> None:
+        sequence.tables[group][index] = NONE
+        sequence.num_absent += 1
+
+    # --- coming back -----------------------------------------------------------------------------------
+
+    def adopt(self, sequence: Sequence) -> int:
+        """Takes over the run of blocks in the arena behind what the sequence has, if fetching is cheaper. Returns positions."""
+        first = sequence.num_computed_tokens // self._block_size
+        last = self.memory.num_sharable_blocks(sequence)
+        if not len(self.swap.index) or sequence.num_computed_tokens % self._block_size or sequence.num_planned_tokens:
+            return 0
+        run: list[list[SwapSlotId]] = []
+        for index in range(first, last):
+            slots = [self.swap.index.find(sequence.copy_key(index, group)) for group in range(self.memory.num_groups)]
+            found = [slot for slot in slots if slot is not None]
+            if len(found) < len(slots):
+                break
+            run.append(found)
+        num_tokens = len(run) * self._block_size
+        if not run or not self._pays(first * self._block_size, num_tokens):
+            return 0
+        for index, found in enumerate(run, start=first):
+            for group, slot in enumerate(found):
+                self.swap.reference(slot)
+                sequence.slots[group][index] = slot
+                sequence.tables[group].append(BlockId(NONE))
+                sequence.num_absent += 1
+        self.num_arena_hit_tokens += self.memory.count_cached(sequence, num_tokens)
+        return num_tokens
+
+    def bring_in(self, sequence: Sequence) -> bool:
+        """Orders what may be ordered now. True once all KV of the sequence is on the device."""
+        for group, table in enumerate(sequence.tables):
+            index = table.first_absent()
+            while index < len(table):
+                if not self._bring_in_block(sequence, index, group):
+                    break
+                index = table.first_absent(index + 1)
+        return sequence.is_present
+
+    def _bring_in_block(self, sequence: Sequence, index: int, group: int) -> bool:
+        """False if no more can be ordered now."""
+        memory, slot = self.memory, sequence.slots[group][index]
+        if sequence.is_cacheable and self._is_confirmed(sequence, index):
+            on_device = memory.pool.index.find(sequence.copy_key(index, group))
+            if on_device is not None:
+                memory.refer(sequence, on_device)
+                self._mark_present(sequence, index, group, on_device)
+                self.swap.release(sequence.slots[group].pop(index))
+                return True
+        if self.swap.is_filling(slot):
+            return True  # others may be ready
+        if self.transfers.budget("in") <= 0 or memory.pool.num_obtainable == 0:
+            return False
+        block = memory.allocate(overwrites=False)
+        memory.pool.weaken(block)
+        self._mark_present(sequence, index, group, block)
+        transfer = self.transfers.order_in(slot, block, sequence, group, index)
+        sequence.arriving[(group, index)] = transfer.transfer_id
+        self.num_moved_tokens += self._num_positions(sequence, index, group)
+        return True
+
+    @staticmethod
+    def _mark_present(sequence: Sequence, index: int, group: int, block: BlockId) -> None:
+        sequence.tables[group][index] = block
+        sequence.num_absent -= 1
+
+    def _pays(self, start: int, num_tokens: int) -> bool:
+        if self._always_fetch:
+            return True
+        num_bytes = num_tokens // self._block_size * self.memory.num_groups * self._block_bytes
+        fetch_s = self.transfers.rates["in"].seconds(num_bytes + self.transfers.backlog_bytes("in"))
+        return fetch_s < self._prefill.seconds(start, start + num_tokens)
+
+    # --- transfers that are done -----------------------------------------------------------------------
+
+    def done(self, event: TransferDone, not_running: Iterable[Sequence]) -> int:
+        """Takes an acknowledgement. Returns how many of its ids are unknown."""
+        complete, num_unknown = self.transfers.done(event)
+        for transfer in complete:
+            if transfer.direction == "in":
+                self._arrived(transfer)
+            elif not transfer.ok:
+                self._lost(transfer.slot, not_running)
+        return num_unknown
+
+    def _arrived(self, transfer: TransferInFlight) -> None:
+        sequence, group, index = transfer.sequence, transfer.group, transfer.index
+        if sequence is None or sequence.arriving.get((group, index)) != transfer.transfer_id:
+            return  # it ended, or gave the block up, while the copy was under way
+        del sequence.arriving[(group, index)]
+        if not transfer.ok:
+            self.truncate(sequence, index * self._block_size)
+            return
+        self.swap.release(sequence.slots[group].pop(index))
+        if sequence.is_cacheable and self._is_confirmed(sequence, index):
+            self.memory.pool.index.insert(sequence.copy_key(index, group), transfer.block)
+
+    def _lost(self, slot: SwapSlotId, not_running: Iterable[Sequence]) -> None:
+        """The copy failed: whoever counted on it computes again from there."""
+        for sequence in not_running:
+            indices = [index for slots in sequence.slots for index, held in slots.items() if held == slot]
+            if indices:
+                self.truncate(sequence, min(indices) * self._block_size)
+
+    # --- copies ahead of need --------------------------------------------------------------------------
+
+    def copy_early(self, likely_victims: Iterable[Sequence]) -> None:
+        """Below the low-water mark of free blocks: copies of the confirmed blocks that will have to go next, within the link's budget.
+
+        Those are the cached ones in the order in which they will be overwritten, then the ends of the sequences
+        that may have to yield. Only as many are looked at as the mark asks for, and as half of the slots that can be
+        had, so that copies do not push each other out and an idle engine comes to rest.
+        """
+        pool = self.memory.pool
+        window = min(self._low_water - pool.num_free, self.swap.num_obtainable // 2)
+        budget = self.transfers.budget("out")
+        if window <= 0 or budget <= 0:
+            return
+        cached = list(pool.oldest_cached(window)) if self._worth_saving() else []
+        for block in cached:
+            key = pool.index.key_of(block)
+            if key is not None and self.swap.index.find(key) is None and budget > 0:
+                budget -= self._copy_early(block, key)
+        window -= len(cached)
+        for sequence in likely_victims:
+            if window <= 0 or budget <= 0:
+                return
+            looked_at, num_ordered = self._copy_sequence_early(sequence, window, budget)
+            window, budget = window - looked_at, budget - num_ordered
+
+    def _copy_sequence_early(self, sequence: Sequence, window: int, budget: int) -> tuple[int, int]:
+        """Returns how many blocks it could give up were looked at, and how many copies were ordered."""
+        pool, num_looked_at, num_ordered = self.memory.pool, 0, 0
+        for index in range(sequence.num_computed_tokens // self._block_size - 1, -1, -1):
+            for group, table in enumerate(sequence.tables):
+                if num_looked_at >= window or num_ordered >= budget:
+                    return num_looked_at, num_ordered
+                block = table[index]
+                if block == NONE or pool.count(block) > 1:
+                    continue  # in the arena, shared, or being copied
+                num_looked_at += 1
+                if self._copy_of(sequence, index, group) is None:
+                    num_ordered += self._copy_early(block, sequence.copy_key(index, group))
+        return num_looked_at, num_ordered
+
+    def _copy_early(self, block: BlockId, key: bytes) -> int:
+        slot = self._slot_for_cache(key)
+        if slot is None:
+            return 0
+        self.transfers.order_out(block, slot, holds_block=True)
+        self.swap.release(slot)  # only the transfer refers to it
+        self.num_early_copies += 1
+        return 1
+
+    def _save_evicted(self, block: BlockId) -> None:
+        """A cached block is about to be overwritten: its content goes to the second level, unless it is there already."""
+        if self.swap.total == 0:
+            return
+        key = self.memory.pool.index.key_of(block)
+        if key is None or self.swap.index.find(key) is not None or not self._worth_saving():
+            return
+        slot = self._slot_for_cache(key)
+        if slot is not None:
+            transfer = self.transfers.order_out(block, slot, holds_block=False)
+            self.swap.release(slot)
+            self.memory.pool.leave_cached(block, transfer.transfer_id)
+
+    def _slot_for_cache(self, key: bytes) -> SwapSlotId | None:
+        if self.swap.num_obtainable == 0:
+            return None
+        slot = self.swap.allocate()
+        self.swap.index.insert(key, slot)
+        return slot
+
+    def _worth_saving(self) -> bool:
+        copies_s = self.transfers.rates["out"].seconds(self._block_bytes) + self.transfers.rates["in"].seconds(self._block_bytes)
+        return self._always_fetch or copies_s < _HITS_EXPECTED * self._prefill.seconds(0, self._block_size)
+
+    # --- small -----------------------------------------------------------------------------------------
+
+    def _copy_of(self, sequence: Sequence, index: int, group: int) -> SwapSlotId | None:
+        """The slot that has this block's content, or will have it when a transfer under way is done."""
+        held = sequence.slots[group].get(index)
+        if held is not None or not self._is_confirmed(sequence, index):
+            return held
+        return self.swap.index.find(sequence.copy_key(index, group))
+
+    def _is_confirmed(self, sequence: Sequence, index: int) -> bool:
+        return (index + 1) * self._block_size <= sequence.num_computed_tokens
+
+    def _num_positions(self, sequence: Sequence, index: int, group: int) -> int:
+        """Positions in a block, counted once over the groups."""
+        reached = sequence.num_computed_tokens + sequence.num_planned_tokens
+        return 0 if group else min(self._block_size, reached - index * self._block_size)
+
+    def _forget_private(self, sequence: Sequence) -> None:
+        """What only this sequence could have found is of no use any more."""
+        for index in range(sequence.num_highest_computed // self._block_size if self.swap.total else 0):
+            for group in range(self.memory.num_groups):
+                slot = self.swap.index.find(sequence.copy_key(index, group))
+                if slot is not None:
+                    self.swap.forget(slot)

@@ -1,0 +1,257 @@
+"""A random walk over the core: a random small world, then any events in any order, every invariant after each.
+
+The fake worker reads every history back from its pool before it draws, so a walk also proves that no block
+is overwritten while somebody needs it, that every copy brings the right bytes to the right place, and that each
+request ends with exactly the tokens it would have had alone. Copies are done late, out of order, or fail. All
+follows from the seed. `happened` says how often each thing worth knowing of came about, so that a walk can be
+seen not to have walked past it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from pagemill.messages import (
+    NO_PLAN,
+    AbortRequest,
+    Effect,
+    Event,
+    FinishRequest,
+    InstallRow,
+    PeerLost,
+    Plan,
+    PlanId,
+    Preempt,
+    RowMissing,
+    SamplingParams,
+    SequenceKey,
+    StepDone,
+    TransferDone,
+    VictimKind,
+)
+from scheduler.core_config import CoreConfig
+from scheduler.policies import load_policies
+from tests.helpers.core_driver import CoreDriver
+from tests.helpers.fake_worker import expected_tokens
+
+VOCAB = 32
+POLICIES = sorted(load_policies())
+
+
+class Walk:
+    """One walk: a random small world, then random events in it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        block_size = self.random.choice((1, 2, 4, 8))
+        self.driver = CoreDriver(
+            CoreConfig(
+                num_blocks=self.random.randint(4, self.random.choice((12, 24, 64))),
+                block_size=block_size,
+                num_groups=self.random.choice((1, 1, 1, 2)),
+                max_model_len=self.random.choice((16, 64, 256)),
+                max_num_seqs=self.random.randint(1, 8),
+                max_num_batched_tokens=self.random.choice((1, 3, 8, 64)),
+                max_num_queued=self.random.choice((4, 8, 32)),
+                scheduling_policy=self.random.choice(POLICIES),
+                prefix_caching=self.random.random() < 0.8,
+                num_swap_slots=self.random.choice((0, 1, 4, 16, 32, 64)),
+                preemption=self.random.choice(("auto", "auto", "auto", "swap", "swap", "recompute")),
+                max_plans_in_flight=self.random.choice((1, 2)),
+                # Prices that make either way the cheaper one, and now this, now that.
+                prefill_tok_s=self.random.choice((1.0, 1.0, 1e3, 1e9)),
+                block_bytes=self.random.choice((1, 1 << 20)),
+                # A slow link moves one block at a time.
+                swap_out_bytes_s=self.random.choice((1e6, 4e9)),
+                swap_in_bytes_s=self.random.choice((1e6, 4e9)),
+            )
+        )
+        self.longest = min(self.driver.core.config.max_model_len, self.driver.core.memory.capacity_tokens())
+        self.driver.auto_transfers = self.random.random() < 0.3
+        #: Few prompt beginnings, so that prefixes are shared.
+        self.stems = [[self.random.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+        self.asked: dict[SequenceKey, tuple[list[int], SamplingParams, int, int, int]] = {}
+        self.ended_early: set[SequenceKey] = set()
+        weights: dict[Callable[[], object], float] = {
+            self._add: 10,
+            self.driver.turn: 38,
+            self.driver.answer: 25,
+            self._transfers: 15,
+            self._preempt: 4,
+            self._abort: 1,
+            self._finish: 1,
+            self._lose_row: 1,
+            self._let_rows_fail: 0.3,
+            self._let_rows_defer: 0.3,
+            self._let_rows_be: 0.6,
+            self._stray: 0.8,
+        }
+        self._actions, self._weights = list(weights), list(weights.values())
+
+    def run(self, num_events: int) -> int:
+        driver = self.driver
+        while len(driver.log) < num_events:
+            self._event()
+        self._let_rows_be()
+        driver.auto_transfers = True
+        driver.run(limit=20_000)
+        self._check_outcomes()
+        return len(driver.log)
+
+    def _event(self) -> None:
+        """Any of these, by weight."""
+        (action,) = self.random.choices(self._actions, self._weights)
+        action()
+
+    def _preempt(self) -> None:
+        if self.driver.core.sequences:
+            kinds: tuple[VictimKind, ...] = ("keep", "swap", "recompute")
+            key = self.random.choice(list(self.driver.core.sequences))
+            self.driver.handle(Preempt(key, self.random.choice(kinds), self.random.choice((0, 1, 2, 100))))
+
+    def _abort(self) -> None:
+        if self.driver.core.sequences:
+            key = self.random.choice(list(self.driver.core.sequences))
+            self.ended_early.add(key)
+            self.driver.abort(key)
+
+    def _finish(self) -> None:
+        if self.driver.core.sequences:
+            key = self.random.choice(list(self.driver.core.sequences))
+            self.ended_early.add(key)
+            self.driver.finish(key, self.random.randint(0, len(self.driver.outputs[key])))
+
+    def _lose_row(self) -> None:
+        rows = self.driver.worker.rows
+        if rows:
+            rows.pop(self.random.choice(list(rows)))
+
+    def _let_rows_fail(self) -> None:
+        self.driver.worker.fail = lambda row, version: (row + version) % 11 == 0
+
+    def _let_rows_defer(self) -> None:
+        self.driver.worker.defer = lambda row, version: (row + version) % 3 == 0
+
+    def _let_rows_be(self) -> None:
+        self.driver.worker.fail = self.driver.worker.defer = lambda row, version: False
+
+    def _transfers(self) -> None:
+        """Some copies are done, in any order; rarely one fails. The core hears of them now or later."""
+        driver, dice = self.driver, self.random
+        while driver.worker.transfers and dice.random() < 0.7:
+            driver.worker.carry_out(dice.choice(driver.worker.transfers), driver.core.config.epoch, ok=dice.random() < 0.95)
+        dice.shuffle(driver.worker.done)
+        while driver.worker.done and dice.random() < 0.8:
+            driver.handle(driver.worker.done.pop(0))
+
+    def _add(self) -> None:
+        dice = self.random
+        stem = dice.choice(self.stems)
+        prompt = stem[: dice.randint(1, len(stem))] + [dice.randrange(VOCAB) for _ in range(dice.choice((0, 0, 1, 5)))]
+        if dice.random() < 0.95:  # few that can never fit
+            prompt = prompt[: max(1, self.longest * dice.randint(1, 4) // 4 - 1)]
+        sampling = SamplingParams(stop_token_ids=tuple(dice.sample(range(VOCAB), dice.choice((0, 0, 1, 3)))), min_tokens=dice.choice((0, 0, 2)))
+        max_tokens = dice.choice((1, 2, 8, 40))
+        seed = dice.randrange(2)
+        output: list[int] = []
+        if dice.random() < 0.1:  # as a frontend resubmits what it had received from an earlier scheduler
+            whole = expected_tokens(prompt, sampling, seed, self.longest, max_tokens, VOCAB)
+            output = whole[: dice.randint(0, max(0, len(whole) - 1))]
+        priority = dice.choice((0, 0, 1, 2)) if self.driver.core.policy.READS_PRIORITY else 0
+        #: Frontends tokenize in parallel, and resubmit: requests do not come in the order in which they arrived.
+        arrival = len(self.asked) + dice.choice((0.0, 0.0, -3.5, -100.5))
+        cached = dice.random() < 0.9
+        key = self.driver.add(prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, priority=priority, cached=cached, output=output, arrival=arrival)
+        self.asked[key] = (prompt, sampling, seed, max_tokens, len(output))
+
+    def _stray(self) -> None:
+        """Late, foreign or unknown events change nothing."""
+        driver = self.driver
+        before = len(driver.core.sequences)
+        unknown = SequenceKey(0, 1, 10**6, 0)
+        match self.random.randrange(5):
+            case 0:
+                driver.abort(unknown)
+            case 1:
+                driver.finish(unknown, 0)
+            case 2:
+                driver.handle(StepDone(driver.core.config.epoch - 1, 0, driver.plans[-1].plan_id if driver.plans else PlanId(1), (), {}))
+            case 3:
+                driver.handle(TransferDone(driver.core.config.epoch, 0, (10**6, 10**6 + 1), True, 0.1))
+            case 4:
+                driver.handle(PeerLost("frontend", 5, 1))
+        assert len(driver.core.sequences) == before
+
+    def _check_outcomes(self) -> None:
+        driver = self.driver
+        for key, (prompt, sampling, seed, max_tokens, _) in self.asked.items():
+            if key in driver.rejected:
+                continue
+            expected = expected_tokens(prompt, sampling, seed, self.longest, max_tokens, VOCAB)
+            got = driver.outputs[key]
+            if key in self.ended_early or driver.finished[key].finish_reason == "error":
+                assert got == expected[: len(got)]
+            else:
+                assert got == expected
+        pool = driver.core.memory.pool
+        assert (pool.num_used, pool.num_fenced) == (0, 0), "blocks leaked"
+        swap = driver.core.swapping.swap
+        assert (swap.num_used, len(driver.core.swapping.transfers)) == (0, 0), "swap slots or transfers leaked"
+        assert not driver.core.memory.announced(), "announcements leaked"
+        assert driver.core.rows.accounted()[1] == {}, "rows leaked"
+
+    def happened(self) -> Counter[str]:
+        """What came about so far, by name."""
+        core, counts = self.driver.core, Counter[str]()
+        for _, event, effects in self.driver.log:
+            counts["events"] += 1
+            _count_event(event, counts)
+            for effect in effects:
+                _count_effect(effect, counts)
+        for decision in core.preemption.decisions.newest(10**9):
+            for victim in decision.victims:
+                if victim.yielded:
+                    counts[f"yielded: {victim.kind}, for {decision.reason}" + ("" if victim.was_running else ", of one that did not run")] += 1
+        counts["requests"] = len(self.asked)
+        counts["requests refused"] = len(self.driver.rejected)
+        counts["came back after yielding"] = sum(core.counters.resume_seconds.values())
+        counts["copied ahead of need"] = core.swapping.num_early_copies
+        counts["tokens found in the arena"] = core.swapping.num_arena_hit_tokens
+        counts["tokens found on the device"] = core.memory.num_hit_tokens
+        counts["tokens computed"] = core.counters.tokens_computed
+        counts["tokens computed again"] = core.counters.tokens_recomputed
+        counts["messages dropped"] = core.counters.num_dropped
+        return counts
+
+
+def _count_event(event: Event, counts: Counter[str]) -> None:
+    match event:
+        case StepDone():
+            for result in event.results:
+                counts[f"slices answered: {result.outcome}"] += 1
+        case TransferDone():
+            counts["copies done" if event.ok else "copies failed"] += len(event.transfer_ids)
+        case RowMissing():
+            counts["plans refused for a missing row"] += 1
+        case AbortRequest() | FinishRequest() | Preempt():
+            counts[f"events: {type(event).__name__}"] += 1
+        case _:
+            pass
+
+
+def _count_effect(effect: Effect, counts: Counter[str]) -> None:
+    match effect:
+        case Plan():
+            counts["plans"] += 1
+            counts["plans without slices"] += not effect.slices
+            counts["slices"] += len(effect.slices)
+            counts["slices after a plan in flight"] += sum(piece.after_plan != NO_PLAN for piece in effect.slices)
+            for transfer in effect.transfers:
+                counts["copies out" if transfer.to_tier == "arena" else "copies in"] += 1
+                counts["copies out that a forward waits for"] += transfer.needed_by != NO_PLAN
+        case InstallRow():
+            counts["rows installed"] += 1
+        case _:
+            pass
