@@ -28,7 +28,7 @@ import setproctitle
 
 from pagemill import PROTOCOL_VERSION
 from pagemill.control import ControlSocket
-from pagemill.messages import ChildToLauncher, Failed, Hello, LauncherToChild, ProcessKind, Start
+from pagemill.messages import NONE, ChildToLauncher, Failed, Hello, LauncherToChild, ProcessKind, Start
 from pagemill.telemetry import configure, get_logger
 
 #: After end of file on the control socket the main thread has this long to end by itself.
@@ -83,6 +83,8 @@ def enter(kind: ProcessKind, config_type: type[Config], argv: list[str] | None =
         raise SystemExit(1)
     if not isinstance(start, Start) or start.kind != kind:
         raise SystemExit(f"pagemill: {kind} was started as something else; use `pagemill serve`")
+    if start.arena_fd != NONE:
+        os.set_inheritable(start.arena_fd, False)
     setproctitle.setproctitle(f"pagemill: {kind} {start.index}")
     config = msgspec.msgpack.decode(start.config, type=config_type)
     configure(f"{kind}-{start.index}", config.log_format, config.log_level)

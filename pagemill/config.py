@@ -17,6 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 LogFormat = Literal["auto", "console", "json"]
 MetricsCompat = Literal["vllm", "none"]
+Preemption = Literal["auto", "swap", "recompute"]
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +52,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int
     scheduling_policy: str
     prefix_caching: bool
+    preemption: Preemption
     max_plans_in_flight: int
     max_num_queued: int  #: waiting sequences; more are refused with 429
     check_invariants: bool
@@ -71,6 +73,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     num_blocks: int
     kv_cache_bytes: int  #: pool budget if num_blocks is 0; 0: a share of what is free on the device
+    swap_bytes: int  #: this rank's region of the arena; 0: no swap space
     max_model_len: int  #: 0: as long as model and pool allow
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -90,16 +93,19 @@ def _option(
     automatic: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> Meta:
-    """Metadata of one setting. `automatic`: 0 may be written `auto`; `aliases`: further spellings of the flag."""
+    """Metadata of one setting. `automatic`: its default may be written `auto`; `aliases`: further spellings of the flag."""
     extra = {"group": group, "metavar": metavar, "automatic": automatic, "aliases": aliases}
     return Meta(ge=ge, le=le, description=description, extra=extra)
+
+
+_Size = Annotated[int, Meta(ge=0)]
 
 
 class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Every setting of `pagemill serve`; TOML keys are these names, flags are these names with dashes.
 
-    Sizes accept `512MiB`, counts accept `32k`; both arrive here as plain integers. 0 means automatic
-    where the option says so. `pagemill.options` turns this list into a command line and a file format.
+    Sizes accept `512MiB`, counts accept `32k`; both arrive here as plain integers. `auto` arrives as 0,
+    or as None where 0 has a meaning of its own. `pagemill.options` turns this list into a command line and a file format.
     """
 
     model: Annotated[
@@ -151,6 +157,19 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool, _option("KV memory", "keep KV blocks of finished requests and share equal prefixes", aliases=("--enable-prefix-caching",))
     ] = True
     shared_prefix_cache: Annotated[bool, _option("KV memory", "one prefix cache for all API keys instead of one for each")] = False
+    swap_memory: Annotated[
+        _Size | None,
+        _option(
+            "KV memory",
+            "host memory for the KV of preempted requests, taken at the start; auto is twice the KV pool, at most half of what is left"
+            " and 1 GiB on CPU, 32 GiB on CUDA; with 0 it is computed again",
+            metavar="SIZE",
+            automatic=True,
+        ),
+    ] = None
+    preemption: Annotated[
+        Preemption, _option("KV memory", "how preempted requests keep their KV: auto takes the cheaper of swap and recompute each time")
+    ] = "auto"
 
     max_num_seqs: Annotated[int, _option("Scheduling", "sequences in one step at most", ge=1, le=4096, metavar="N")] = 64
     max_num_batched_tokens: Annotated[
@@ -159,6 +178,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     scheduling_policy: Annotated[
         str, _option("Scheduling", "order of work: fcfs, priority, or static (a batch at a time, for comparison)", metavar="NAME")
     ] = "fcfs"
+    max_plans_in_flight: Annotated[int, _option("Scheduling", "steps that are planned ahead of their results: 1 waits for each", ge=1, le=2, metavar="N")] = 1
 
     metrics_compat: Annotated[MetricsCompat, _option("Observation", "also export the metrics that vLLM's dashboards and gateways read")] = "vllm"
     log_format: Annotated[LogFormat, _option("Observation", "auto: pretty on a terminal, JSON lines otherwise")] = "auto"

@@ -1,7 +1,7 @@
 """Where the memory of a CPU server will go, decided before anything is loaded. Pure.
 
 Weights, activations and overhead are estimated from the geometry; what is left is shared between the KV
-pool and the rest of the machine. Then the longest sequence that fits is known. What cannot work is refused
+pool, swap space and the rest of the machine. Then the longest sequence that fits is known. What cannot work is refused
 in one line that names the flag to change; what can work after a reduction is reduced, and says so.
 It must not know how memory is measured (`machine`), shown (`console`) or taken (the worker).
 """
@@ -13,6 +13,7 @@ from typing import Literal
 
 from pagemill.errors import UsageError
 from pagemill.model_info import ModelInfo
+from pagemill.swap_plan import SwapPlan, plan_swap
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,6 +29,7 @@ class MemoryRequest:
 
     num_blocks: int
     kv_cache_bytes: int
+    swap_bytes: int | None  #: None is automatic, 0 is none
     block_size: int
     max_model_len: int
     max_num_seqs: int
@@ -48,11 +50,12 @@ class MemoryPlan:
     num_blocks: int
     num_slots: int  #: tokens that the pool holds
     max_model_len: int
+    swap: SwapPlan
     notes: tuple[str, ...]  #: what was reduced, and why
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.overhead_bytes
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.swap.size_bytes + self.overhead_bytes
 
 
 def plan_memory(info: ModelInfo, request: MemoryRequest, *, total_bytes: int, available_bytes: int) -> MemoryPlan:
@@ -69,6 +72,7 @@ def plan_memory(info: ModelInfo, request: MemoryRequest, *, total_bytes: int, av
             f" but {_gib(available_bytes)} of memory are available; use {smaller}a smaller model"
         )
     num_blocks = _num_blocks(request, model_limit, block_bytes=block_bytes, free=free, total_bytes=total_bytes)
+    swap = plan_swap(request.swap_bytes, "cpu", block_bytes=block_bytes, pool_bytes=num_blocks * block_bytes, free_bytes=free - num_blocks * block_bytes)
     num_slots = num_blocks * request.block_size
     max_model_len = request.max_model_len or min(model_limit, num_slots)
     if max_model_len > num_slots:
@@ -88,7 +92,8 @@ def plan_memory(info: ModelInfo, request: MemoryRequest, *, total_bytes: int, av
         num_blocks=num_blocks,
         num_slots=num_slots,
         max_model_len=max_model_len,
-        notes=notes,
+        swap=swap,
+        notes=notes + swap.notes,
     )
 
 
@@ -126,7 +131,8 @@ def _num_blocks(request: MemoryRequest, model_limit: int, *, block_bytes: int, f
     else:
         length = request.max_model_len or model_limit
         one_sequence = _blocks_for(length, request.block_size)
-        share = min(free // 2, total_bytes // 4) // block_bytes
+        beside_swap = max(free - (request.swap_bytes or 0), 0)
+        share = min(beside_swap // 2, total_bytes // 4) // block_bytes
         useful = one_sequence * request.max_num_seqs
         at_least = one_sequence if request.max_model_len else 1
         return max(min(share, useful), min(at_least, free // block_bytes))

@@ -40,7 +40,7 @@ class Option:
     group: str
     description: str
     metavar: str
-    automatic: bool  #: 0 may be written `auto`
+    automatic: bool  #: the default, 0 or None, may be written `auto`
     aliases: tuple[str, ...]
 
     @property
@@ -54,13 +54,19 @@ class Option:
         return any(isinstance(kind, inspect.BoolType) for kind in kinds)
 
     @property
+    def number(self) -> inspect.IntType | None:
+        """The type of a number, which None may stand beside."""
+        kinds = self.kind.types if isinstance(self.kind, inspect.UnionType) else (self.kind,)
+        return next((kind for kind in kinds if isinstance(kind, inspect.IntType)), None)
+
+    @property
     def accepts(self) -> str:
         """The allowed values, in words."""
-        match self.kind:
+        match self.number or self.kind:
             case inspect.LiteralType():
                 return "one of " + ", ".join(self.choices)
             case inspect.IntType(ge=lowest, le=highest):
-                lowest = 1 if self.automatic else lowest
+                lowest = 1 if self.automatic and self.default == 0 else lowest
                 numbers = f"at least {lowest}" if highest is None else f"from {lowest} to {highest}"
                 what = "a size such as 512MiB" if self.metavar == "SIZE" else "a number"
                 return f"{'auto or ' if self.automatic else ''}{what}, {numbers}"
@@ -101,14 +107,20 @@ def _option(field: msgspec.structs.FieldInfo) -> Option:
 def parse_value(option: Option, value: object) -> Any:
     """`value` from a flag (text) or a TOML file (typed) as the option's own type. Raises UsageError."""
     parsed = value
-    if isinstance(option.kind, inspect.IntType) and isinstance(value, str):
-        parsed = 0 if option.automatic and value.strip().lower() == "auto" else parse_number(value)
+    if option.number is not None and isinstance(value, str):
+        parsed = option.default if option.automatic and value.strip().lower() == "auto" else _number(value)
     elif isinstance(option.kind, inspect.VarTupleType) and isinstance(value, str):
         parsed = [value]
     try:
         return msgspec.convert(parsed, type=_field_type(option.name))
     except msgspec.ValidationError:
         raise UsageError(f"{option.flag} accepts {option.accepts}; not {value!r}") from None
+
+
+def _number(text: str) -> int | str:
+    """What is no number stays text, which no option accepts for one."""
+    number = parse_number(text)
+    return text if number is None else number
 
 
 def parse_number(text: str) -> int | None:
@@ -187,7 +199,7 @@ def resolve_options(arguments: Mapping[str, Any]) -> ServeOptions:
 
 
 def _show_default(option: Option) -> object:
-    return "auto" if option.automatic and option.default == 0 else option.default
+    return "auto" if option.automatic else option.default
 
 
 def _field_type(name: str) -> Any:

@@ -29,6 +29,7 @@ class ProcessSpec:
     environment: Mapping[str, str]
     config: msgspec.Struct
     listen_fd: int = NONE
+    arena_fd: int = NONE
 
 
 class Process:
@@ -42,7 +43,7 @@ class Process:
         self.failure = ""  #: what the child itself said before it ended
         ours, theirs = control_pair()
         ours.setblocking(False)
-        inherited = [theirs.fileno()] + ([spec.listen_fd] if spec.listen_fd != NONE else [])
+        inherited = [theirs.fileno(), *(fd for fd in (spec.listen_fd, spec.arena_fd) if fd != NONE)]
         with theirs:
             self._popen = subprocess.Popen(
                 [*spec.command, "--control-fd", str(theirs.fileno())],
@@ -55,7 +56,16 @@ class Process:
         self.control: ControlSocket[LauncherToChild, ChildToLauncher] = ControlSocket(ours, ChildToLauncher)
         config = msgspec.Raw(msgspec.msgpack.encode(spec.config))
         self.send(
-            Start(kind=spec.kind, index=spec.index, incarnation=incarnation, epoch=epoch, token=token, config=config, listen_fd=spec.listen_fd)
+            Start(
+                kind=spec.kind,
+                index=spec.index,
+                incarnation=incarnation,
+                epoch=epoch,
+                token=token,
+                config=config,
+                listen_fd=spec.listen_fd,
+                arena_fd=spec.arena_fd,
+            )
         )
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from pagemill import messages
 from pagemill.memory_plan import MemoryPlan
 from pagemill.resolve import Model, Settings
+from pagemill.swap_plan import SwapPlan
 from pagemill.telemetry import get_logger, resolve_format
 
 log = get_logger("pagemill.launcher")
@@ -52,21 +53,24 @@ class LogReporter:
     def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None:
         log.info("model_resolved", model=model.name, architecture=model.info.architecture, device=settings.device, dtype=settings.dtype)
         log.info("threads_set", worker=threads, others=1)
-        plan = settings.plan
+        plan, swap = settings.plan, settings.swap
         if plan is None:
+            log.info("swap_planned", swap_bytes=swap.size_bytes, num_swap_slots=swap.num_slots)
+            self._warn(swap.notes)
             return
         log.info(
             "memory_planned",
             weight_bytes=plan.weight_bytes,
             activation_bytes=plan.activation_bytes,
             kv_bytes=plan.kv_bytes,
+            swap_bytes=swap.size_bytes,
             overhead_bytes=plan.overhead_bytes,
             available_bytes=plan.available_bytes,
             num_blocks=plan.num_blocks,
+            num_swap_slots=swap.num_slots,
             max_model_len=plan.max_model_len,
         )
-        for note in plan.notes:
-            log.warning("plan_reduced", detail=note)
+        self._warn(plan.notes)
 
     def on_progress(self, process: str, progress: messages.Progress) -> None:
         step = (progress.phase, int(progress.fraction * 10))
@@ -85,6 +89,10 @@ class LogReporter:
 
     def on_killed(self, process: str) -> None:
         log.info("process_killed", child=process, reason="did not end when asked")
+
+    def _warn(self, notes: tuple[str, ...]) -> None:
+        for note in notes:
+            log.warning("plan_reduced", detail=note)
 
 
 class ConsoleReporter:
@@ -110,8 +118,10 @@ class ConsoleReporter:
         self._console.print(f"threads: {worker_threads} for the worker, 1 for each other process, waiting without spinning")
         if settings.plan is not None:
             self._console.print(memory_table(settings.plan))
-            for note in settings.plan.notes:
-                self._console.print(f"[yellow]note[/] {note}")
+        else:
+            self._console.print(f"swap arena: {show_bytes(settings.swap.size_bytes)} of host memory, {show_slots(settings.swap)}")
+        for note in settings.swap.notes if settings.plan is None else settings.plan.notes:
+            self._console.print(f"[yellow]note[/] {note}")
         self._show_progress("worker 0", "starting", None, "")
 
     def on_progress(self, process: str, progress: messages.Progress) -> None:
@@ -160,11 +170,16 @@ def memory_table(plan: MemoryPlan) -> Table:
     table.add_row("weights", show_bytes(plan.weight_bytes), "")
     table.add_row("activations", show_bytes(plan.activation_bytes), "")
     table.add_row("KV pool", show_bytes(plan.kv_bytes), f"{plan.num_blocks} blocks of {show_bytes(plan.block_bytes)}, {plan.num_slots} tokens")
+    table.add_row("swap arena", show_bytes(plan.swap.size_bytes), show_slots(plan.swap))
     table.add_row("overhead", show_bytes(plan.overhead_bytes), "all processes")
     table.add_row("total", show_bytes(plan.total_bytes), f"of {show_bytes(plan.available_bytes)} available", style="bold")
     sequences = plan.num_slots / plan.max_model_len
     table.add_row("max_model_len", str(plan.max_model_len), f"the pool holds {sequences:.1f} sequences of this length")
     return table
+
+
+def show_slots(swap: SwapPlan) -> str:
+    return f"{swap.num_slots} slots of {show_bytes(swap.slot_bytes)}" if swap.num_slots else "preempted requests are computed again"
 
 
 def banner(url: str, model: str, has_key: bool) -> str:

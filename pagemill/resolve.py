@@ -13,8 +13,9 @@ from pathlib import Path
 from pagemill.config import Device, Dtype, FrontendConfig, SchedulerConfig, ServeOptions, WorkerConfig
 from pagemill.errors import UsageError
 from pagemill.machine import Machine
-from pagemill.memory_plan import MemoryPlan, MemoryRequest, plan_memory
+from pagemill.memory_plan import DTYPE_BYTES, OVERHEAD_BYTES, MemoryPlan, MemoryRequest, plan_memory
 from pagemill.model_info import ModelInfo
+from pagemill.swap_plan import SwapPlan, plan_swap
 from pagemill.threads import worker_threads
 
 #: Waiting sequences per seat in a step; more are refused with 429, for they would time out anyway.
@@ -51,6 +52,7 @@ class Settings:
     device: Device
     dtype: Dtype
     plan: MemoryPlan | None  #: on CUDA the worker measures the card
+    swap: SwapPlan
     frontend: FrontendConfig
     scheduler: SchedulerConfig
     worker: WorkerConfig
@@ -66,6 +68,8 @@ def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
         raise UsageError("--max-model-len accepts auto or at least 2, one token in and one out; not 1")
     if options.num_blocks and options.kv_cache_memory:
         raise UsageError("--num-blocks and --kv-cache-memory both size the KV pool; give one of them")
+    if options.preemption == "swap" and options.swap_memory == 0:
+        raise UsageError("--preemption swap has nowhere to swap to with --swap-memory 0; take a size or auto, or --preemption recompute")
     if options.event_log and not Path(options.event_log).absolute().parent.is_dir():
         raise UsageError(f"--event-log: the folder of {options.event_log} does not exist")
 
@@ -92,6 +96,7 @@ def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secre
     request = MemoryRequest(
         num_blocks=options.num_blocks,
         kv_cache_bytes=options.kv_cache_memory,
+        swap_bytes=0 if options.swap_memory is None and options.preemption == "recompute" else options.swap_memory,
         block_size=options.block_size or (16 if on_cpu else 32),
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
@@ -99,14 +104,26 @@ def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secre
         dtype=dtype,
     )
     plan = plan_memory(model.info, request, total_bytes=machine.total_bytes, available_bytes=machine.available_bytes) if on_cpu else None
+    swap = plan.swap if plan is not None else _swap_beside_a_card(model.info, request, machine)
+    if options.preemption == "swap" and not swap.num_slots:
+        raise UsageError(f"--preemption swap: {'; '.join(swap.notes)}; lower --kv-cache-memory, or take --preemption auto")
     return Settings(
         device=device,
         dtype=dtype,
         plan=plan,
+        swap=swap,
         frontend=_frontend(options, model, secrets, reads_priority),
         scheduler=_scheduler(options, request),
-        worker=_worker(options, model, machine, device, request, plan),
+        worker=_worker(options, model, machine, device, request, plan, swap),
     )
+
+
+def _swap_beside_a_card(info: ModelInfo, request: MemoryRequest, machine: Machine) -> SwapPlan:
+    """The KV pool lies on the card and is known here only if the operator sized it; host memory has nothing else to hold for long."""
+    block_bytes = info.kv_bytes_per_token(DTYPE_BYTES[request.dtype]) * request.block_size
+    pool_bytes = request.num_blocks * block_bytes or request.kv_cache_bytes
+    free_bytes = machine.available_bytes - OVERHEAD_BYTES
+    return plan_swap(request.swap_bytes, "cuda", block_bytes=block_bytes, pool_bytes=pool_bytes, free_bytes=free_bytes)
 
 
 def _frontend(options: ServeOptions, model: Model, secrets: Secrets, reads_priority: bool) -> FrontendConfig:
@@ -135,7 +152,8 @@ def _scheduler(options: ServeOptions, request: MemoryRequest) -> SchedulerConfig
         max_num_batched_tokens=request.max_num_batched_tokens,
         scheduling_policy=options.scheduling_policy,
         prefix_caching=options.prefix_caching,
-        max_plans_in_flight=1,
+        preemption=options.preemption,
+        max_plans_in_flight=options.max_plans_in_flight,
         max_num_queued=_QUEUE_PER_SEAT * options.max_num_seqs,
         check_invariants=options.check_invariants,
         event_log=os.path.abspath(options.event_log) if options.event_log else "",
@@ -144,7 +162,9 @@ def _scheduler(options: ServeOptions, request: MemoryRequest) -> SchedulerConfig
     )
 
 
-def _worker(options: ServeOptions, model: Model, machine: Machine, device: Device, request: MemoryRequest, plan: MemoryPlan | None) -> WorkerConfig:
+def _worker(
+    options: ServeOptions, model: Model, machine: Machine, device: Device, request: MemoryRequest, plan: MemoryPlan | None, swap: SwapPlan
+) -> WorkerConfig:
     deterministic = {None: "auto", True: "on", False: "off"}[options.deterministic]
     return WorkerConfig(
         rank=0,
@@ -158,6 +178,7 @@ def _worker(options: ServeOptions, model: Model, machine: Machine, device: Devic
         block_size=request.block_size,
         num_blocks=plan.num_blocks if plan is not None else options.num_blocks,
         kv_cache_bytes=plan.kv_bytes if plan is not None else options.kv_cache_memory,
+        swap_bytes=swap.size_bytes,
         max_model_len=plan.max_model_len if plan is not None else options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,

@@ -21,13 +21,14 @@ from types import FrameType
 import setproctitle
 
 from pagemill import telemetry
+from pagemill.arena_file import kept_arena
 from pagemill.config import ServeOptions
 from pagemill.discovery import ROOT, declarations
 from pagemill.errors import UsageError
 from pagemill.launcher import ChildDied, Launcher
 from pagemill.listening import bind, url_of
 from pagemill.machine import read_machine
-from pagemill.messages import ProcessKind, Progress
+from pagemill.messages import NONE, ProcessKind, Progress
 from pagemill.model_info import check_supported, read_model_info
 from pagemill.process import ProcessSpec
 from pagemill.reporting import Reporter, make_reporter
@@ -37,8 +38,9 @@ from pagemill.threads import thread_environment
 
 _KEY_VARIABLE = "PAGEMILL_API_KEY"
 _READY_TIMEOUT_S = 300.0
-#: A slow disk: large weights get more time.
+#: A slow disk, and slow memory: large weights and a large arena get more time.
 _SLOWEST_READ_BYTES_PER_S = 50e6
+_SLOWEST_TOUCH_BYTES_PER_S = 200e6
 _PACKAGES: dict[ProcessKind, str] = {"frontend": "frontend", "scheduler": "scheduler", "worker": "workers"}
 
 
@@ -60,12 +62,12 @@ def main(options: ServeOptions) -> int:
 
 
 def _launch(settings: Settings, model: Model, listener: socket.socket, reporter: Reporter) -> int:
-    with run_directory() as directory:
+    with run_directory() as directory, kept_arena(settings.worker.swap_bytes * settings.worker.num_workers) as arena_fd:
         launcher = Launcher(
-            process_specs(settings, listener.fileno()),
+            process_specs(settings, listener.fileno(), arena_fd),
             directory=directory,
             token=secrets.token_bytes(32),
-            ready_timeout_s=_READY_TIMEOUT_S + model.info.weight_bytes / _SLOWEST_READ_BYTES_PER_S,
+            ready_timeout_s=_READY_TIMEOUT_S + model.info.weight_bytes / _SLOWEST_READ_BYTES_PER_S + settings.worker.swap_bytes / _SLOWEST_TOUCH_BYTES_PER_S,
             observer=reporter,
         )
         try:
@@ -76,12 +78,12 @@ def _launch(settings: Settings, model: Model, listener: socket.socket, reporter:
     return 0
 
 
-def process_specs(settings: Settings, listen_fd: int) -> list[ProcessSpec]:
+def process_specs(settings: Settings, listen_fd: int, arena_fd: int = NONE) -> list[ProcessSpec]:
     """The frontend first, so that somebody answers on the port as early as possible."""
     worker = thread_environment(settings.worker.num_threads)
     return [
         ProcessSpec("frontend", 0, _command("frontend"), _environment(thread_environment(1)), settings.frontend, listen_fd),
-        ProcessSpec("worker", 0, _command("worker"), _environment(worker), settings.worker),
+        ProcessSpec("worker", 0, _command("worker"), _environment(worker), settings.worker, arena_fd=arena_fd),
         ProcessSpec("scheduler", 0, _command("scheduler"), _environment(thread_environment(1)), settings.scheduler),
     ]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pagemill.arena_file import ARENA_NAME
 from tests.helpers.server import ROOT, Server, running_server, title_of, wait_for
 from tests.helpers.tiny_model import tiny_model_path
 
@@ -93,6 +94,41 @@ def test_sockets_lie_in_a_private_directory(run_folder: Path) -> None:
 def test_memory_is_planned_before_anything_is_started(server: Server) -> None:
     names = [json.loads(line)["event"] for line in server.log.splitlines() if line.startswith("{")]
     assert names.index("listening") < names.index("memory_planned") < names.index("ready")
+
+
+def arena_mappings(pid: int) -> list[dict[str, int]]:
+    """What each mapping of an arena in this process takes, in KiB."""
+    found: list[dict[str, int]] = []
+    ours = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = f"/memfd:{ARENA_NAME}" in line
+            found += [{}] if ours else []
+        elif ours and line.endswith("kB"):
+            name, size, _ = line.split()
+            found[-1][name] = int(size)
+    return found
+
+
+def open_arenas(pid: int) -> list[str]:
+    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    return [target for target in links if ARENA_NAME in target]
+
+
+def test_the_launcher_keeps_the_arena_and_the_worker_alone_maps_it_all_of_it_resident(server: Server) -> None:
+    planned = next(json.loads(line) for line in server.log.splitlines() if '"memory_planned"' in line)
+    assert planned["swap_bytes"] > 0
+    mapped = {title_of(pid): arena_mappings(pid) for pid in (server.pid, *(child.pid for child in server.children()))}
+    (mapping,) = mapped.pop("pagemill: worker 0")
+    assert mapping["Size:"] == mapping["Rss:"] == planned["swap_bytes"] // 1024
+    assert mapped == {"pagemill: launcher": [], "pagemill: frontend 0": [], "pagemill: scheduler 0": []}
+    assert [len(open_arenas(pid)) for pid in (server.pid, server.child("worker 0").pid)] == [1, 1], "the worker's is the mapping's own"
+    assert [open_arenas(server.child(f"{kind} 0").pid) for kind in ("frontend", "scheduler")] == [[], []]
+
+
+def test_without_swap_memory_there_is_no_arena() -> None:
+    with running_server("--swap-memory", "0") as server:
+        assert open_arenas(server.pid) == open_arenas(server.child("worker 0").pid) == []
 
 
 def test_the_port_is_bound_and_answers_503_with_the_phase_until_ready_then_sigterm_ends_it(tmp_path: Path) -> None:
@@ -173,6 +209,8 @@ def test_two_servers_run_at_once_and_a_taken_port_is_refused() -> None:
         (["--port", "70000"], "--port accepts a number, from 0 to 65535"),
         (["--block-size", "24"], "--block-size accepts auto or a power of two"),
         (["--scheduling-policy", "lifo"], "--scheduling-policy accepts one of fcfs, priority, static"),
+        (["--swap-memory", "100TB"], "--swap-memory asks for 93132.3 GiB, but"),
+        (["--preemption", "swap", "--swap-memory", "0"], "--preemption swap has nowhere to swap to with --swap-memory 0"),
         (["--host", "0.0.0.0"], "would let others in without a key"),
         (["--tensor-parallel-size", "2"], "no --tensor-parallel-size"),
     ],

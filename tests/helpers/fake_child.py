@@ -7,8 +7,11 @@ with one line; `crash` raises; `quit` ends with code 0; `stuck` sits in native c
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from pathlib import Path
 
+from pagemill.arena_file import ARENA_NAME
 from pagemill.child import Child, enter
 from pagemill.config import SchedulerConfig
 from pagemill.messages import Drain, PeerUp, Progress, Ready
@@ -18,7 +21,9 @@ from pagemill.telemetry import get_logger
 def main() -> None:
     kind, habit = sys.argv[1], sys.argv[2]
     child = enter(kind, SchedulerConfig, sys.argv[3:])  # type: ignore[arg-type]  # the test names a kind
-    get_logger("fake_child").info("started", pid_of=f"{kind} {child.start.index}", listen_fd=child.start.listen_fd)
+    arenas = open_arenas()
+    inheritable = [fd for fd in arenas if os.get_inheritable(fd)]
+    get_logger("fake_child").info("started", arena_fd=child.start.arena_fd, open_arenas=arenas, inheritable=inheritable)
     match habit:
         case "refuse":
             child.fail("the model is\nmade of cheese")
@@ -32,6 +37,12 @@ def main() -> None:
     if habit == "stuck":
         ctypes.CDLL(None).sleep(600)
     _listen(child, obeys=habit != "deaf")
+
+
+def open_arenas() -> list[int]:
+    """Descriptors of this process that are arenas."""
+    links = {entry.name: os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    return [int(fd) for fd, target in links.items() if ARENA_NAME in target]
 
 
 def _listen(child: Child[SchedulerConfig], *, obeys: bool) -> None:

@@ -1,4 +1,7 @@
-"""A launcher with children of chosen habits: `python -m tests.helpers.fake_launcher READY_TIMEOUT_S KIND:HABIT ...`."""
+"""A launcher with children of chosen habits: `python -m tests.helpers.fake_launcher READY_TIMEOUT_S KIND:HABIT ...`.
+
+It keeps an arena, which workers are given.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import os
 import sys
 
 from pagemill import telemetry
+from pagemill.arena_file import kept_arena
 from pagemill.config import SchedulerConfig
 from pagemill.launcher import ChildDied, Launcher
+from pagemill.messages import NONE
 from pagemill.process import ProcessSpec
 from pagemill.reporting import LogReporter
 from pagemill.run_directory import run_directory
@@ -18,6 +23,7 @@ CONFIG = SchedulerConfig(
     max_num_batched_tokens=16,
     scheduling_policy="fcfs",
     prefix_caching=True,
+    preemption="auto",
     max_plans_in_flight=1,
     max_num_queued=1,
     check_invariants=False,
@@ -26,15 +32,13 @@ CONFIG = SchedulerConfig(
     log_level="info",
 )
 
+ARENA_BYTES = 2**20
+
 
 def main() -> int:
     telemetry.configure("launcher", "json", "info")
-    specs = []
-    for argument in sys.argv[2:]:
-        kind, habit = argument.split(":")
-        command = (sys.executable, "-m", "tests.helpers.fake_child", kind, habit)
-        specs.append(ProcessSpec(kind, 0, command, dict(os.environ), CONFIG))  # type: ignore[arg-type]  # the test names a kind
-    with run_directory() as directory:
+    with run_directory() as directory, kept_arena(ARENA_BYTES) as arena_fd:
+        specs = [spec_of(argument, arena_fd) for argument in sys.argv[2:]]
         launcher = Launcher(specs, directory=directory, token=b"t", ready_timeout_s=float(sys.argv[1]), observer=LogReporter())
         try:
             launcher.run()
@@ -42,6 +46,12 @@ def main() -> int:
             print(f"pagemill: {death}", file=sys.stderr)
             return 1
     return 0
+
+
+def spec_of(argument: str, arena_fd: int) -> ProcessSpec:
+    kind, habit = argument.split(":")
+    command = (sys.executable, "-m", "tests.helpers.fake_child", kind, habit)
+    return ProcessSpec(kind, 0, command, dict(os.environ), CONFIG, arena_fd=arena_fd if kind == "worker" else NONE)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def running_server(
     timeout_s: float = 120.0,
 ) -> Iterator[Server]:
     """Starts a server with the tiny model (or `model`), waits until it is ready (unless told not to), and ends it."""
-    command = [sys.executable, "-m", "pagemill", "serve", str(model or tiny_model_path()), "--port", "0", "--log-format", "json", *flags]
+    swap = "--swap-memory", "16MiB"  # much for the tiny model; to populate what it would get by itself takes longer than to load it
+    command = [sys.executable, "-m", "pagemill", "serve", str(model or tiny_model_path()), "--port", "0", "--log-format", "json", *swap, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PAGEMILL_API_KEY"} | dict(env or {})
     with tempfile.TemporaryDirectory(prefix="serve-test-") as folder:
         log_path = Path(folder) / "log"

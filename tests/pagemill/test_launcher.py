@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pagemill.messages import NONE
 from tests.helpers.server import ROOT, title_of, wait_for
 
 Start = Callable[..., "Fake"]
@@ -116,6 +117,16 @@ def test_children_hear_of_each_other_and_not_of_the_terminal(start: Start) -> No
     groups = {os.getpgid(child.pid) for child in fake.children()}
     assert len(groups) == 3
     assert os.getpgid(fake.process.pid) not in groups
+
+
+def test_the_arena_reaches_workers_alone_and_goes_no_further(start: Start) -> None:
+    fake = start(*GOOD)
+    fake.wait_for_event("started", count=3)
+    told = {line["process"]: line for line in fake.events("started")}
+    assert {name: len(line["open_arenas"]) for name, line in told.items()} == {"worker-0": 1, "frontend-0": 0, "scheduler-0": 0}
+    assert told["worker-0"]["open_arenas"] == [told["worker-0"]["arena_fd"]]
+    assert told["worker-0"]["inheritable"] == []
+    assert [told[name]["arena_fd"] for name in ("frontend-0", "scheduler-0")] == [NONE, NONE]
 
 
 def test_who_does_not_listen_is_killed(start: Start) -> None:

@@ -28,7 +28,9 @@ INFO = ModelInfo(
     num_parameters=1_000_000,
     weight_bytes=2_000_000,
 )
-AUTO = MemoryRequest(num_blocks=0, kv_cache_bytes=0, block_size=16, max_model_len=0, max_num_seqs=4, max_num_batched_tokens=512, dtype="float32")
+AUTO = MemoryRequest(
+    num_blocks=0, kv_cache_bytes=0, swap_bytes=None, block_size=16, max_model_len=0, max_num_seqs=4, max_num_batched_tokens=512, dtype="float32"
+)
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # K and V, layers, KV heads, head_dim, float32, tokens
 
 
@@ -75,8 +77,40 @@ def test_an_explicit_length_makes_the_default_pool_as_large_as_it_needs() -> Non
 
 def test_the_plan_adds_up() -> None:
     made = plan()
-    assert made.total_bytes == made.weight_bytes + made.activation_bytes + made.num_blocks * BLOCK_BYTES + made.overhead_bytes
+    assert made.swap.size_bytes > 0
+    parts = made.weight_bytes, made.activation_bytes, made.num_blocks * BLOCK_BYTES, made.swap.size_bytes, made.overhead_bytes
+    assert made.total_bytes == sum(parts)
     assert made.total_bytes <= made.available_bytes
+
+
+def free_for(size: int) -> int:
+    """What must be available for `size` bytes to be left after weights, activations and overhead."""
+    return plan().weight_bytes + plan().activation_bytes + OVERHEAD_BYTES + size
+
+
+def test_the_default_swap_space_is_twice_the_pool_or_half_of_what_is_left() -> None:
+    assert plan(num_blocks=10).swap.num_slots == 20
+    tight = plan(available=free_for(100 * BLOCK_BYTES), num_blocks=60, max_num_seqs=4)
+    assert tight.swap.num_slots == 20
+    full = plan(available=free_for(10 * BLOCK_BYTES), num_blocks=10)
+    assert full.swap.num_slots == 0
+    assert full.notes[-1].startswith("no swap space: 0 bytes")
+
+
+def test_swap_space_that_is_asked_for_leaves_less_to_the_default_pool() -> None:
+    swapping = plan(available=free_for(100 * BLOCK_BYTES), swap_bytes=40 * BLOCK_BYTES)
+    assert (swapping.swap.num_slots, swapping.num_blocks) == (40, 30)
+    nearly_all = plan(available=free_for(100 * BLOCK_BYTES), swap_bytes=99 * BLOCK_BYTES)
+    assert (nearly_all.swap.num_slots, nearly_all.num_blocks) == (99, 1)
+    assert plan(available=free_for(100 * BLOCK_BYTES), swap_bytes=0).num_blocks == 50
+
+
+@pytest.mark.parametrize(
+    "changes", [{"swap_bytes": 100 * BLOCK_BYTES}, {"swap_bytes": 50 * BLOCK_BYTES, "num_blocks": 51}, {"swap_bytes": 90 * BLOCK_BYTES, "max_model_len": 256}]
+)
+def test_swap_space_that_does_not_fit_beside_the_pool_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"--swap-memory asks for .* GiB, but .* GiB of memory are left beside weights and KV pool"):
+        plan(available=free_for(100 * BLOCK_BYTES), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -107,5 +141,3 @@ def test_a_sliding_window_limits_the_length_by_itself_and_refuses_a_longer_one()
 
 def test_a_window_that_never_closes_changes_nothing() -> None:
     assert plan(info=structs.replace(INFO, sliding_window=4096)) == plan()
-
-

@@ -28,9 +28,12 @@ FLAGS = [
     "--kv-cache-memory",
     "--prefix-caching",
     "--shared-prefix-cache",
+    "--swap-memory",
+    "--preemption",
     "--max-num-seqs",
     "--max-num-batched-tokens",
     "--scheduling-policy",
+    "--max-plans-in-flight",
     "--metrics-compat",
     "--log-format",
     "--log-level",
@@ -95,6 +98,10 @@ def test_auto_is_zero_where_zero_is_automatic() -> None:
         parse("--max-num-seqs", "auto")
 
 
+def test_where_zero_has_a_meaning_auto_is_another() -> None:
+    assert [parse(*argv).swap_memory for argv in ([], ["--swap-memory", "auto"], ["--swap-memory", "0"], ["--swap-memory", "2GiB"])] == [None, None, 0, 2**31]
+
+
 def test_deterministic_has_three_states() -> None:
     assert [parse().deterministic, parse("--deterministic").deterministic, parse("--no-deterministic").deterministic] == [None, True, False]
 
@@ -110,7 +117,11 @@ def test_served_names_are_collected() -> None:
         (["--port", "-1"], "--port accepts a number, from 0 to 65535; not '-1'"),
         (["--dtype", "int4"], "--dtype accepts one of auto, float32, bfloat16, float16; not 'int4'"),
         (["--kv-cache-memory", "lots"], "--kv-cache-memory accepts auto or a size such as 512MiB, at least 1; not 'lots'"),
-        (["--swap-memory", "1GiB"], "no --swap-memory"),
+        (["--swap-memory", "lots"], "--swap-memory accepts auto or a size such as 512MiB, at least 0; not 'lots'"),
+        (["--swap-memory", "-1"], "--swap-memory accepts auto or a size such as 512MiB, at least 0; not '-1'"),
+        (["--preemption", "never"], "--preemption accepts one of auto, swap, recompute; not 'never'"),
+        (["--max-plans-in-flight", "3"], "--max-plans-in-flight accepts a number, from 1 to 2; not '3'"),
+        (["--cpu-offload", "1GiB"], "no --cpu-offload"),
         (["--prot", "8000"], "did you mean --port?"),
         (["--max-num", "3"], "no --max-num"),
         (["--port"], "expected one argument"),
@@ -126,11 +137,15 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv: list[str], says: str, ca
 
 def test_command_line_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
-    config.write_text('model = "m"\nport = 9000\nkv_cache_memory = "512MiB"\nmax_num_seqs = 8\nprefix_caching = false\nserved_model_name = ["a"]\n')
+    config.write_text(
+        'model = "m"\nport = 9000\nkv_cache_memory = "512MiB"\nmax_num_seqs = 8\nprefix_caching = false\nserved_model_name = ["a"]\n'
+        'swap_memory = "auto"\npreemption = "swap"\n'
+    )
     options = parse("--config", str(config), "--port", "9001", "--prefix-caching")
     assert (options.model, options.port, options.kv_cache_memory, options.max_num_seqs) == ("m", 9001, 2**29, 8)
     assert options.prefix_caching
     assert options.served_model_name == ("a",)
+    assert (options.swap_memory, options.preemption) == (None, "swap")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +155,7 @@ def test_command_line_wins_over_file_and_file_over_default(tmp_path: Path) -> No
         ("port = 70000", "--port accepts a number, from 0 to 65535; not 70000"),
         ('prefix_caching = "yes"', "--prefix-caching accepts true or false; not 'yes'"),
         ("port = true", "--port accepts"),
+        ("swap_memory = -1", "--swap-memory accepts auto or a size such as 512MiB, at least 0; not -1"),
         ("[server]\nport = 1", "unknown key 'server'"),
         ("port = ", "is not TOML"),
     ],

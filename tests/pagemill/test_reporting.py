@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 
+import structlog
 from rich.console import Console
 
 from pagemill.messages import Progress
-from pagemill.reporting import ConsoleReporter, banner, memory_table, show_bytes
+from pagemill.reporting import ConsoleReporter, LogReporter, banner, memory_table, show_bytes
 from pagemill.threads import thread_environment
 from tests.pagemill.test_memory_plan import plan
 from tests.pagemill.test_resolve import MODEL, settled
@@ -24,11 +25,33 @@ def test_the_table_shows_every_part_and_what_it_is_of() -> None:
     out = io.StringIO()
     Console(file=out, width=120).print(memory_table(plan(num_blocks=10)))
     text = out.getvalue()
-    for part in ("weights", "activations", "KV pool", "overhead", "total", "max_model_len"):
+    for part in ("weights", "activations", "KV pool", "swap arena", "overhead", "total", "max_model_len"):
         assert part in text
     assert "10 blocks of 8.0 KiB, 160 tokens" in text
+    assert "20 slots of 8.0 KiB" in text
     assert "of 8.0 GiB available" in text
     assert "the pool holds 1.0 sequences of this length" in text
+
+
+def test_without_swap_space_the_table_says_what_happens_instead() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(memory_table(plan(swap_bytes=0)))
+    assert "preempted requests are computed again" in out.getvalue()
+
+
+def test_beside_a_card_the_arena_is_shown_without_a_plan() -> None:
+    reporter, out = rendered()
+    reporter.on_settled(MODEL, settled({"has_cuda": True}, num_blocks=512), thread_environment(2))
+    assert "swap arena: 8.0 MiB of host memory, 1024 slots of 8.0 KiB" in out.getvalue()
+
+
+def test_a_machine_reads_of_the_arena_with_and_without_a_plan() -> None:
+    with structlog.testing.capture_logs() as lines:
+        for machine in ({}, {"has_cuda": True}):
+            LogReporter().on_settled(MODEL, settled(machine, num_blocks=512, max_num_seqs=2), thread_environment(2))
+    planned = [line for line in lines if line["event"] in ("memory_planned", "swap_planned")]
+    assert [line["num_swap_slots"] for line in planned] == [1024, 1024]
+    assert [line["swap_bytes"] for line in planned] == [1024 * 8192, 1024 * 8192]
 
 
 def test_a_start_ends_with_the_banner_and_ready() -> None:

@@ -73,6 +73,43 @@ def test_names_and_switches_reach_their_process(tmp_path: Path) -> None:
     assert settings.scheduler.check_invariants
 
 
+def test_swap_space_reaches_the_worker_and_the_way_to_use_it_the_scheduler() -> None:
+    swapping = settled(num_blocks=10, swap_memory=1_000_000, preemption="swap", max_plans_in_flight=2)
+    assert swapping.worker.swap_bytes == swapping.swap.size_bytes == 1_000_000 // swapping.swap.slot_bytes * swapping.swap.slot_bytes
+    assert (swapping.scheduler.preemption, swapping.scheduler.max_plans_in_flight) == ("swap", 2)
+    usual = settled(num_blocks=10)
+    assert usual.worker.swap_bytes == 20 * usual.swap.slot_bytes
+    assert (usual.scheduler.preemption, usual.scheduler.max_plans_in_flight) == ("auto", 1)
+
+
+def test_who_recomputes_needs_no_swap_space_unless_it_is_asked_for() -> None:
+    assert settled(preemption="recompute").worker.swap_bytes == 0
+    assert settled(preemption="recompute").swap.notes == ()
+    assert settled(preemption="recompute", swap_memory=2**20).worker.swap_bytes == 2**20
+    assert settled(swap_memory=0).worker.swap_bytes == 0
+
+
+def test_beside_a_card_swap_space_is_host_memory() -> None:
+    host = {"has_cuda": True, "available_bytes": 8 * GIB}
+    usual = settled(host)
+    assert usual.plan is None
+    assert 3 * GIB < usual.worker.swap_bytes == usual.swap.size_bytes < 4 * GIB
+    block_bytes = 2 * 2 * 2 * 16 * 2 * 32  # K and V, layers, KV heads, head_dim, bfloat16, tokens
+    assert settled(host, num_blocks=10).swap.size_bytes == 20 * block_bytes
+    assert settled(host, kv_cache_memory=10 * block_bytes).swap.size_bytes == 20 * block_bytes
+    with pytest.raises(UsageError, match=r"--swap-memory asks for 8\.0 GiB, but 7\.5 GiB of memory are left"):
+        settled(host, swap_memory=8 * GIB)
+
+
+def test_swap_without_any_memory_left_for_it_is_refused() -> None:
+    plan = settled(num_blocks=10).plan
+    assert plan is not None
+    full = {"available_bytes": plan.total_bytes - plan.swap.size_bytes}
+    assert settled(full, num_blocks=10).worker.swap_bytes == 0
+    with pytest.raises(UsageError, match="--preemption swap: no swap space: 0 bytes of memory are left"):
+        settled(full, num_blocks=10, preemption="swap")
+
+
 def test_no_secret_shows_in_what_is_printed() -> None:
     settings = settled()
     assert settings.frontend.api_keys == ("sk-a",)
@@ -87,6 +124,7 @@ def test_no_secret_shows_in_what_is_printed() -> None:
         ({"block_size": 24}, "--block-size accepts auto or a power of two up to 256; not 24"),
         ({"max_model_len": 1}, "--max-model-len accepts auto or at least 2"),
         ({"num_blocks": 1, "kv_cache_memory": 1}, "--num-blocks and --kv-cache-memory both size the KV pool"),
+        ({"preemption": "swap", "swap_memory": 0}, "--preemption swap has nowhere to swap to with --swap-memory 0; take a size or auto"),
         ({"event_log": "/no/such/folder/log"}, "--event-log: the folder of /no/such/folder/log does not exist"),
     ],
 )

@@ -72,6 +72,12 @@ def test_children_are_started_by_name_with_their_threads_and_without_the_key(mon
         assert spec.environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_only_the_worker_gets_the_arena() -> None:
+    given = {spec.kind: spec.arena_fd for spec in process_specs(settled(), listen_fd=5, arena_fd=6)}
+    assert given == {"worker": 6, "frontend": NONE, "scheduler": NONE}
+    assert {spec.arena_fd for spec in process_specs(settled(), listen_fd=5)} == {NONE}
+
+
 def test_a_package_of_the_same_name_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "scheduler" / "__init__.py").touch()
