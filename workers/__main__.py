@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from pagemill.child import Child, enter
 from pagemill.config import WorkerConfig
-from pagemill.messages import Progress
+from pagemill.messages import NONE, Progress
 
 
 def main() -> None:
@@ -23,9 +24,11 @@ def run(child: Child[WorkerConfig]) -> None:
         child.control.send(Progress(phase=phase, fraction=fraction, detail=detail))
 
     try:
-        loaded = load(child.config, report)
+        loaded = load(child.config, report, child.start.arena_fd)
     except ModelRefused as error:
         child.fail(str(error))
+    if child.start.arena_fd != NONE:
+        os.close(child.start.arena_fd)  # the mapping keeps the memory
     # What is loaded stays: the collector need not walk through all of torch, neither while serving nor at exit.
     gc.collect()
     gc.freeze()

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from kvstore.arena import ArenaError, Region, map_region
+from pagemill.arena_file import slot_bytes_for
 from pagemill.config import WorkerConfig
 from pagemill.messages import NONE, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, WorkerReady, pack_ids
 from workers import determinism
@@ -20,11 +24,13 @@ from workers.device import available_bytes, loading_allocations, open_device
 from workers.gguf_weights import GgufCheckpoint
 from workers.kv_cache import KvCache, KvSpec, full_attention_spec
 from workers.layers import LayerBuilder
+from workers.link_rate import LinkFailed, LinkRate, measure_link
 from workers.model_config import ModelConfig, ModelRefused, read_config
 from workers.models import Model, find_model
 from workers.parallel import TensorParallel
 from workers.rows import RowBounds, RowTable
 from workers.runner import Runner
+from workers.swapper import Swapper
 from workers.weights import Checkpoint, SafetensorsCheckpoint
 
 #: (phase, fraction from 0 to 1, one line for people)
@@ -45,30 +51,35 @@ class Loaded:
     ready: WorkerReady
 
 
-def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction, detail: None) -> Loaded:
-    """Loads the model of one rank. Raises ModelRefused with a sentence for the operator."""
+def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction, detail: None, arena_fd: int = NONE) -> Loaded:
+    """Loads the model of one rank, which swaps to its region of the arena if it is given one. Raises ModelRefused with a sentence for the operator.
+
+    The caller owns `arena_fd` and may close it afterwards.
+    """
     device = open_device(config.device, config.num_threads)
     dtype: torch.dtype = getattr(torch, config.dtype)
     model_config = read_config(Path(config.model_path))
     max_model_len = _max_model_len(config.max_model_len, model_config)
-    spec = full_attention_spec(
-        model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim, config.block_size, dtype, config.device
-    )
+    spec = full_attention_spec(model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim, config.block_size, dtype, config.device)
     deterministic = determinism.wanted(config.deterministic, dtype)
     parallel = TensorParallel(config.rank, config.num_workers)
-    with loading_allocations():
-        model, layers = _read_model(config, model_config, max_model_len, (dtype, device, deterministic, parallel), on_progress)
-
-    on_progress("prepare", 0.0, "checking that results do not depend on the batch")
-    deterministic = deterministic and _settle(config, layers, spec)
-    num_blocks = config.num_blocks or _num_blocks(config, spec, device)
-    if not config.max_model_len:
-        max_model_len = min(max_model_len, num_blocks * config.block_size)
-    on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
-    bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len)
-    runner = Runner(model, KvCache(spec, num_blocks, device), RowTable(bounds), device)
+    region = _map_arena(config, spec, arena_fd)
+    with region.populating() if region is not None else nullcontext():
+        with loading_allocations():
+            model, layers = _read_model(config, model_config, max_model_len, (dtype, device, deterministic, parallel), on_progress)
+        on_progress("prepare", 0.0, "checking that results do not depend on the batch")
+        deterministic = deterministic and _settle(config, layers, spec)
+        num_blocks = config.num_blocks or _num_blocks(config, spec, device)
+        if not config.max_model_len:
+            max_model_len = min(max_model_len, num_blocks * config.block_size)
+        on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
+        bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len)
+        kv_cache = KvCache(spec, num_blocks, device)
+        swapper = Swapper(kv_cache, _arena_slots(region, on_progress) if region is not None else None)
+        runner = Runner(model, kv_cache, swapper, RowTable(bounds), device)
 
     on_progress("warmup", 0.0, "")
+    link = _measure_link(swapper, spec)
     ready = WorkerReady(
         rank=config.rank,
         num_blocks=num_blocks,
@@ -78,9 +89,38 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
         deterministic=deterministic,
         weight_bytes=layers.weight_bytes,
         prefill_tok_s=warm_up(runner, config.max_num_batched_tokens),
+        num_swap_slots=swapper.num_slots,
+        swap_out_bytes_s=link.out_bytes_s,
+        swap_in_bytes_s=link.in_bytes_s,
     )
     on_progress("warmup", 1.0, f"{ready.prefill_tok_s:.0f} prompt tokens per second")
     return Loaded(runner, ready)
+
+
+def _map_arena(config: WorkerConfig, spec: KvSpec, arena_fd: int) -> Region | None:
+    if arena_fd == NONE or not config.swap_bytes:
+        return None
+    try:
+        return map_region(arena_fd, config.rank, config.swap_bytes, slot_bytes_for(spec.block_bytes))
+    except ArenaError as error:
+        raise ModelRefused(str(error)) from error
+
+
+def _arena_slots(region: Region, on_progress: OnProgress) -> Tensor:
+    """[num_slots, slot_bytes] uint8, every page of it resident."""
+    size = f"{len(region.memory) / 2**20:.0f} MiB for {region.num_slots} blocks"
+    try:
+        region.wait_until_populated(lambda fraction: on_progress("swap", fraction, size))
+    except ArenaError as error:
+        raise ModelRefused(str(error)) from error
+    return torch.frombuffer(region.memory, dtype=torch.uint8).view(region.num_slots, region.slot_bytes)
+
+
+def _measure_link(swapper: Swapper, spec: KvSpec) -> LinkRate:
+    try:
+        return measure_link(swapper, spec.block_bytes)
+    except LinkFailed as error:
+        raise ModelRefused(str(error)) from error
 
 
 def warm_up(runner: Runner, max_num_batched_tokens: int) -> float:

@@ -1,13 +1,14 @@
-"""The worker's shell: messages in, plans run, acknowledgements out.
+"""The worker's shell: messages in, transfers and plans carried out, acknowledgements out.
 
-`Worker.handle` turns one message into at most one reply and is all there is to test without a socket;
-`serve` connects it to the scheduler's channel and to the control socket. Messages of an older epoch are
-dropped and counted; a newer epoch means a new core, which knows none of the old rows. Must not know
-requests or policies.
+`Worker.handle` turns one message into its replies, `Worker.poll` tells what has been copied meanwhile, and
+they are all there is to test without a socket; `serve` connects them to the scheduler's channel and to the
+control socket. Messages of an older epoch are dropped and counted; a newer epoch means a new core, which
+knows none of the old rows and transfers. Must not know requests or policies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 import zmq
@@ -15,7 +16,19 @@ import zmq
 from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.config import WorkerConfig
-from pagemill.messages import Drain, InstallRow, PeerUp, Plan, Ready, RowMissing, SchedulerToWorker, StepDone, WorkerReady, WorkerToScheduler
+from pagemill.messages import (
+    Drain,
+    InstallRow,
+    PeerUp,
+    Plan,
+    Ready,
+    RowMissing,
+    SchedulerToWorker,
+    StepDone,
+    TransferDone,
+    WorkerReady,
+    WorkerToScheduler,
+)
 from pagemill.telemetry import get_logger
 from workers.loader import Loaded
 from workers.runner import Runner
@@ -24,30 +37,45 @@ SchedulerChannel = Channel[WorkerToScheduler, SchedulerToWorker]
 
 
 class Worker:
-    """One rank's answers. Stateless between plans but for the rows, which may be dropped at any time."""
+    """One rank's answers. Stateless between plans but for the rows, which may be dropped at any time, and what is being copied."""
 
     def __init__(self, runner: Runner, rank: int, epoch: int) -> None:
         self.num_dropped = 0  #: messages of older epochs
         self._runner, self._rank, self._epoch = runner, rank, epoch
 
-    def handle(self, message: SchedulerToWorker) -> WorkerToScheduler | None:
-        """The reply to one message, if it has one."""
+    def fileno(self) -> int:
+        """Readable while `poll` has something to say."""
+        return self._runner.swapper.fileno()
+
+    def handle(self, message: SchedulerToWorker) -> list[WorkerToScheduler]:
+        """The replies to one message, in order. A plan's acknowledgement is the last of them, after all transfers known to be done."""
         match message:
             case InstallRow():
                 if self._is_current(message.epoch):
                     self._runner.rows.install(message)
-                return None
+                return []
             case Plan():
-                return self._run(message) if self._is_current(message.epoch) else None
+                return self._carry_out(message) if self._is_current(message.epoch) else []
             case _:
                 assert_never(message)
 
-    def _run(self, plan: Plan) -> StepDone | RowMissing:
+    def poll(self) -> list[TransferDone]:
+        """What has been copied, or could not be, since the last look."""
+        return [
+            TransferDone(epoch=self._epoch, rank=self._rank, transfer_ids=tuple(done.transfer_ids), ok=done.ok, seconds=done.seconds)
+            for done in self._runner.swapper.take_done()
+        ]
+
+    def _carry_out(self, plan: Plan) -> list[WorkerToScheduler]:
+        waited = self._runner.swapper.start(plan.transfers, plan.plan_id)
         missing = self._runner.rows.missing(plan)
-        if missing is not None:
-            return RowMissing(epoch=plan.epoch, rank=self._rank, plan_id=plan.plan_id, row=missing.row, version=missing.version)
-        results, seconds = self._runner.run(plan)
-        return StepDone(epoch=plan.epoch, rank=self._rank, plan_id=plan.plan_id, results=results, seconds=seconds)
+        answer: StepDone | RowMissing
+        if missing is None:
+            results, seconds = self._runner.run(plan)
+            answer = StepDone(epoch=plan.epoch, rank=self._rank, plan_id=plan.plan_id, results=results, seconds={"swap_wait": waited} | seconds)
+        else:
+            answer = RowMissing(epoch=plan.epoch, rank=self._rank, plan_id=plan.plan_id, row=missing.row, version=missing.version)
+        return [*self.poll(), answer]
 
     def _is_current(self, epoch: int) -> bool:
         if epoch < self._epoch:
@@ -55,7 +83,7 @@ class Worker:
             return False
         if epoch > self._epoch:
             self._epoch = epoch
-            self._runner.rows.clear()
+            self._runner.reset()
         return True
 
 
@@ -74,10 +102,15 @@ class _Link:
         self.channel.send(self._ready)
 
     def answer(self, worker: Worker) -> None:
-        """Handles all that has arrived."""
+        """Handles all that has arrived, and tells what has been copied."""
         while self.channel is not None and (message := self.channel.receive()) is not None:
-            reply = worker.handle(message)
-            if reply is not None:
+            self._send(worker.handle(message))
+        self._send(worker.poll())
+
+    def _send(self, replies: Sequence[WorkerToScheduler]) -> None:
+        """Without a scheduler they are lost: the next one has another epoch."""
+        if self.channel is not None:
+            for reply in replies:
                 self.channel.send(reply)
 
     def close(self) -> None:
@@ -91,8 +124,9 @@ def serve(child: Child[WorkerConfig], loaded: Loaded) -> None:
     """Answers the scheduler until the launcher says `Drain`, which it does when nothing runs any more, or is gone."""
     log = get_logger("workers.process")
     poller = zmq.Poller()
-    poller.register(child.control.fileno(), zmq.POLLIN)
     worker = Worker(loaded.runner, loaded.ready.rank, child.start.epoch)
+    poller.register(child.control.fileno(), zmq.POLLIN)
+    poller.register(worker.fileno(), zmq.POLLIN)
     link = _Link(child, loaded.ready, poller)
     child.control.send(Ready(f"{loaded.ready.num_blocks} blocks of {loaded.ready.block_size} tokens"))
     while True:
@@ -101,7 +135,8 @@ def serve(child: Child[WorkerConfig], loaded: Loaded) -> None:
             frame = child.control.receive()
             if frame is None or isinstance(frame, Drain):
                 log.info("stopped", reason="drain" if frame else "launcher is gone", dropped=worker.num_dropped)
-                return link.close()
+                link.close()
+                return loaded.runner.swapper.close()
             if isinstance(frame, PeerUp) and frame.kind == "scheduler":
                 link.connect(frame.address)
         link.answer(worker)

@@ -52,23 +52,23 @@ class Row:
         """The known history, prompt first."""
         return self.sampling.token_ids
 
+    def is_deferred(self, piece: Slice) -> bool:
+        """Whether the slice starts from a token that was never drawn: then there is nothing to compute, and nothing wrong with the row."""
+        return piece.after_plan not in (NONE, self.drawn[0])
+
     def apply(self, piece: Slice, bounds: RowBounds) -> None:
-        """Appends what `piece` brings, then checks what it asks for."""
+        """Appends what `piece` brings, then checks what it asks for. A deferred slice brings its blocks, but asks for nothing."""
         self._extend(self.token_ids, piece.new_token_ids, bounds.vocab_size)
-        if piece.after_plan != NONE:
-            self._append_drawn(piece.after_plan)
         self._extend_tables(piece.new_block_ids, bounds.num_blocks)
+        if self.is_deferred(piece):
+            return
+        if piece.after_plan != NONE:
+            self.token_ids.append(self.drawn[1])
         covered = min((len(table) for table in self.block_tables), default=0) * bounds.block_size
         end = piece.start + piece.num_tokens
         if piece.start < 0 or piece.num_tokens < 1 or end > min(len(self.token_ids), bounds.max_model_len, covered):
             self.error = INVALID_INPUT
         if piece.sample and end != len(self.token_ids):  # the token drawn would not be the next one
-            self.error = INVALID_INPUT
-
-    def _append_drawn(self, plan_id: PlanId) -> None:
-        if self.drawn[0] == plan_id:
-            self.token_ids.append(self.drawn[1])
-        else:
             self.error = INVALID_INPUT
 
     def _extend_tables(self, packed: Sequence[bytes], num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""The runner carries out one plan: bring rows up to date, forward, sample.
+"""The runner carries out one plan's slices: bring rows up to date, forward, sample.
 
 A plan is the same for every rank; what happens to one row never concerns another. Input out of range, a
 logit that is not a number or an exception fails the rows it belongs to; when a whole step raises, its rows
@@ -22,6 +22,7 @@ from workers.kv_cache import KvCache
 from workers.models import Model
 from workers.rows import Row, RowTable
 from workers.sampler import Sampled, sample
+from workers.swapper import Swapper
 
 #: Errors of `RowResult` besides `rows.INVALID_INPUT`.
 STEP_FAILED = "step_failed"
@@ -33,20 +34,28 @@ Work = tuple[Slice, Row]
 class Runner:
     """A loaded model with its pool and rows. One plan at a time."""
 
-    def __init__(self, model: Model, kv_cache: KvCache, rows: RowTable, device: torch.device) -> None:
-        self.rows = rows
-        self.model, self.kv_cache = model, kv_cache
+    def __init__(self, model: Model, kv_cache: KvCache, swapper: Swapper, rows: RowTable, device: torch.device) -> None:
+        self.model, self.kv_cache, self.swapper, self.rows = model, kv_cache, swapper, rows
         self._device = device
         self._log = get_logger("workers.runner")
 
+    def reset(self) -> None:
+        """Forgets all rows and transfers, as for a new core."""
+        self.rows.clear()
+        self.swapper.reset()
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> tuple[tuple[RowResult, ...], dict[str, float]]:
-        """Results of all sampling and failed slices, and the seconds each part took. `rows.missing(plan)` must be None."""
+        """Results of all sampling, failed and deferred slices, and the seconds each part took. `rows.missing(plan)` must be None.
+
+        Its transfers are not this method's: they have been started, whether or not all rows are held (`swapper.start`).
+        """
         seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
         started = time.perf_counter()
         work = list(zip(plan.slices, self.rows.apply(plan), strict=True))
         results = [_failed(piece, row.error) for piece, row in work if row.error]
-        sound = [(piece, row) for piece, row in work if not row.error]
+        results += [_deferred(piece) for piece, row in work if not row.error and row.is_deferred(piece)]
+        sound = [(piece, row) for piece, row in work if not (row.error or row.is_deferred(piece))]
         seconds["prepare"] += time.perf_counter() - started
         if sound:
             results += self._isolate(sound, seconds)
@@ -109,6 +118,10 @@ def _accepted(piece: Slice, drawn: Sampled) -> RowResult:
 
 def _failed(piece: Slice, error: str) -> RowResult:
     return _result(piece, "failed", (), (), error)
+
+
+def _deferred(piece: Slice) -> RowResult:
+    return _result(piece, "deferred", (), (), "")
 
 
 def _result(piece: Slice, outcome: RowOutcome, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], error: str) -> RowResult:

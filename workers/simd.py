@@ -234,6 +234,20 @@ def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, kind: int) 
     _store(builder, address, value, kind)
 
 
+@_define(types.void, types.int64, types.int64)
+def stream(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+    """Copies VECTOR_BYTES past the caches. Both addresses must be multiples of it; `publish` must follow the last one."""
+    raw = _peek(builder, source, _INTS, align=VECTOR_BYTES)
+    store = builder.store(raw, builder.inttoptr(target, _INTS.as_pointer()), align=VECTOR_BYTES)
+    store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+
+
+@_define(types.void)
+def publish(builder: ir.IRBuilder) -> None:
+    """Nobody sees what this thread writes from here on before what it has written so far."""
+    builder.fence("seq_cst")
+
+
 @_define(vector, types.float32)
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     return _splat(builder, scalar)

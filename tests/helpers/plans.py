@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill.messages import NO_PLAN, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, pack_ids
+from pagemill.messages import NO_PLAN, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, Transfer, pack_ids
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -47,5 +47,13 @@ def piece(
     return Slice(RowId(row), version, start, num_tokens, sample, pack_ids(list(new_tokens)), after_plan, (pack_ids(list(new_blocks)),))
 
 
-def plan(*slices: Slice, plan_id: int = 1, epoch: int = 1, released: Sequence[int] = ()) -> Plan:
-    return Plan(epoch, PlanId(plan_id), slices, (), tuple(RowId(row) for row in released))
+def copy_out(transfer_id: int, block: int, swap_slot: int, *, needed_by: int = NO_PLAN) -> Transfer:
+    return Transfer(transfer_id, "device", block, "arena", swap_slot, PlanId(needed_by))
+
+
+def copy_in(transfer_id: int, swap_slot: int, block: int, *, needed_by: int = NO_PLAN) -> Transfer:
+    return Transfer(transfer_id, "arena", swap_slot, "device", block, PlanId(needed_by))
+
+
+def plan(*slices: Slice, plan_id: int = 1, epoch: int = 1, released: Sequence[int] = (), transfers: Sequence[Transfer] = ()) -> Plan:
+    return Plan(epoch, PlanId(plan_id), slices, tuple(transfers), tuple(RowId(row) for row in released))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvstore.arena import ArenaError, Region
+from pagemill.arena_file import create_arena
+from pagemill.config import WorkerConfig
+from pagemill.messages import NONE
 from scripts.lib.offline import offline_config
 from tests.helpers.tiny_model import tiny_checkpoint
 from workers.loader import load
 from workers.model_config import ModelRefused
+
+SWAP_BYTES = 10 * 8192 + 4096  #: with blocks of eight tokens, ten slots and a page
 
 
 def test_what_is_reported_is_what_was_made() -> None:
@@ -26,6 +35,7 @@ def test_what_is_reported_is_what_was_made() -> None:
     assert loaded.runner.kv_cache.blocks.shape == (40, ready.block_bytes)
     assert ready.max_model_len == 320, "bounded by the pool"
     assert ready.prefill_tok_s > 0
+    assert ready.num_swap_slots == 0
     assert len(loaded.runner.rows) == 0
 
 
@@ -85,6 +95,60 @@ def test_broken_weights_are_noticed_in_warm_up(tmp_path: Path) -> None:
     save_file(tensors, Path(folder) / "model.safetensors")
     with pytest.raises(ModelRefused, match="are its weights intact"):
         load(offline_config(folder))
+
+
+@pytest.fixture
+def arena_fd() -> Iterator[int]:
+    fd = create_arena(2 * SWAP_BYTES)
+    yield fd
+    os.close(fd)
+
+
+def with_arena(**settings: Any) -> WorkerConfig:
+    return offline_config(str(tiny_checkpoint("llama")), **({"block_size": 8, "num_blocks": 40, "swap_bytes": SWAP_BYTES} | settings))
+
+
+def test_an_arena_is_mapped_in_slots_and_resident_before_the_worker_is_ready(arena_fd: int) -> None:
+    seen: list[tuple[str, float]] = []
+    ready = load(with_arena(), lambda phase, fraction, detail: seen.append((phase, fraction)), arena_fd).ready
+    assert ready.block_bytes == 6144
+    assert ready.num_swap_slots == SWAP_BYTES // 8192 == 10, "a slot is whole pages"
+    assert os.fstat(arena_fd).st_blocks * 512 == ready.num_swap_slots * 8192, "of its own region alone"
+    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["weights", "prepare", "swap", "warmup"]
+    fractions = [fraction for phase, fraction in seen if phase == "swap"]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+@pytest.mark.parametrize(("swap_bytes", "given"), [(0, True), (SWAP_BYTES, False)])
+def test_without_swap_bytes_or_without_an_arena_there_are_no_slots(arena_fd: int, swap_bytes: int, given: bool) -> None:
+    assert load(with_arena(swap_bytes=swap_bytes), arena_fd=arena_fd if given else NONE).ready.num_swap_slots == 0
+    assert os.fstat(arena_fd).st_blocks == 0
+
+
+@pytest.mark.parametrize(("swap_bytes", "says"), [(4 * SWAP_BYTES, "bytes of the arena cannot be mapped"), (4096, "holds no block, which takes 8192")])
+def test_an_arena_that_does_not_suit_is_refused_before_weights_are_read(arena_fd: int, swap_bytes: int, says: str) -> None:
+    seen: list[str] = []
+    with pytest.raises(ModelRefused, match=f"--swap-memory: .*{says}"):
+        load(with_arena(swap_bytes=swap_bytes), lambda phase, fraction, detail: seen.append(phase), arena_fd)
+    assert seen == []
+
+
+def test_an_arena_that_cannot_be_had_is_refused(arena_fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Region, report: object) -> None:
+        raise ArenaError("--swap-memory: no memory left")
+
+    monkeypatch.setattr(Region, "wait_until_populated", refuse)
+    with pytest.raises(ModelRefused, match="--swap-memory: no memory left"):
+        load(with_arena(), arena_fd=arena_fd)
+
+
+def test_a_model_that_fails_leaves_nobody_populating(tmp_path: Path, arena_fd: int) -> None:
+    folder = changed(tmp_path, architectures=["GrokForCausalLM"])
+    before = threading.active_count()
+    with pytest.raises(ModelRefused, match="GrokForCausalLM"):
+        load(offline_config(folder, swap_bytes=SWAP_BYTES), arena_fd=arena_fd)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "bfloat16-shards"])

@@ -1,36 +1,57 @@
-"""The worker's answers: epochs, missing rows, and exactly one acknowledgement for each plan."""
+"""The worker's answers: epochs, missing rows, transfers, and exactly one acknowledgement for each plan."""
 
 from __future__ import annotations
 
-import pytest
+import os
+from collections.abc import Iterator
 
-from pagemill.messages import RowMissing, StepDone
+import pytest
+import torch
+import zmq
+
+from pagemill.arena_file import create_arena
+from pagemill.messages import Plan, RowMissing, StepDone, TransferDone, WorkerToScheduler
 from scripts.lib.offline import offline_config
-from tests.helpers.plans import install, piece, plan
+from tests.helpers.copiers import DEADLINE_S, GatedCopier
+from tests.helpers.plans import copy_in, copy_out, install, piece, plan
 from tests.helpers.tiny_model import tiny_checkpoint
 from workers.loader import Loaded, load
 from workers.process import Worker
+from workers.runner import Runner
+from workers.swapper import Swapper
+
+NUM_SLOTS = 6
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    return load(offline_config(str(tiny_checkpoint("llama")), block_size=4, num_blocks=16))
+    arena_fd = create_arena(NUM_SLOTS * 4096)
+    try:
+        return load(offline_config(str(tiny_checkpoint("llama")), block_size=4, num_blocks=16, swap_bytes=NUM_SLOTS * 4096), arena_fd=arena_fd)
+    finally:
+        os.close(arena_fd)
 
 
 @pytest.fixture
 def worker(loaded: Loaded) -> Worker:
-    loaded.runner.rows.clear()
+    loaded.runner.reset()
     return Worker(loaded.runner, rank=0, epoch=1)
 
 
+def answer(worker: Worker, message: Plan) -> WorkerToScheduler:
+    """The only reply."""
+    (reply,) = worker.handle(message)
+    return reply
+
+
 def done(worker: Worker, *args: object, **kwargs: object) -> StepDone:
-    reply = worker.handle(plan(*args, **kwargs))  # type: ignore[arg-type]
+    reply = answer(worker, plan(*args, **kwargs))  # type: ignore[arg-type]
     assert isinstance(reply, StepDone)
     return reply
 
 
 def test_a_plan_is_acknowledged_with_its_number_and_results(worker: Worker) -> None:
-    assert worker.handle(install(0, [5, 6, 7], [1])) is None
+    assert worker.handle(install(0, [5, 6, 7], [1])) == []
     reply = done(worker, piece(0, 0, 3), plan_id=17)
     assert (reply.epoch, reply.rank, reply.plan_id) == (1, 0, 17)
     assert [(result.row, result.outcome, len(result.token_ids)) for result in reply.results] == [(0, "accepted", 1)]
@@ -42,7 +63,7 @@ def test_an_empty_plan_is_acknowledged(worker: Worker) -> None:
 
 def test_a_plan_with_an_unknown_row_changes_nothing(worker: Worker) -> None:
     worker.handle(install(0, [5, 6, 7], [1]))
-    reply = worker.handle(plan(piece(0, 3, 1, new_tokens=[8]), piece(3, 0, 1, version=2), plan_id=4, released=[0]))
+    reply = answer(worker, plan(piece(0, 3, 1, new_tokens=[8]), piece(3, 0, 1, version=2), plan_id=4, released=[0]))
     assert reply == RowMissing(epoch=1, rank=0, plan_id=plan(plan_id=4).plan_id, row=piece(3, 0, 1).row, version=2)
     # had token 8 been appended, position 2 would no longer be the last one and could not sample
     assert done(worker, piece(0, 0, 3)).results[0].outcome == "accepted"
@@ -50,15 +71,15 @@ def test_a_plan_with_an_unknown_row_changes_nothing(worker: Worker) -> None:
 
 def test_messages_of_an_older_epoch_are_dropped_and_counted(worker: Worker) -> None:
     worker.handle(install(0, [5, 6, 7], [1], epoch=3))
-    assert worker.handle(plan(piece(0, 0, 3), epoch=2)) is None
-    assert worker.handle(install(0, [9], [1], epoch=2)) is None
+    assert worker.handle(plan(piece(0, 0, 3), epoch=2)) == []
+    assert worker.handle(install(0, [9], [1], epoch=2)) == []
     assert worker.num_dropped == 2
     assert done(worker, piece(0, 0, 3), epoch=3).results[0].outcome == "accepted"
 
 
 def test_a_newer_epoch_knows_none_of_the_old_rows(worker: Worker) -> None:
     worker.handle(install(0, [5, 6, 7], [1]))
-    assert isinstance(worker.handle(plan(piece(0, 0, 3), epoch=2)), RowMissing)
+    assert isinstance(answer(worker, plan(piece(0, 0, 3), epoch=2)), RowMissing)
 
 
 def test_a_failing_row_is_reported_and_the_worker_goes_on(worker: Worker) -> None:
@@ -67,3 +88,142 @@ def test_a_failing_row_is_reported_and_the_worker_goes_on(worker: Worker) -> Non
     outcomes = {result.row: result.outcome for result in done(worker, piece(0, 0, 2), piece(1, 0, 2)).results}
     assert outcomes == {0: "failed", 1: "accepted"}
     assert done(worker, piece(1, 0, 2), released=[0]).results[0].outcome == "accepted"
+
+
+# --- transfers -------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A worker whose background copies can be held up."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        runner = loaded.runner
+        self.blocks = runner.kv_cache.blocks
+        self.slots = torch.zeros((NUM_SLOTS, 4096), dtype=torch.uint8)
+        self.copier = GatedCopier(self.blocks, self.slots[:, : self.blocks.shape[1]])
+        self.swapper = Swapper(runner.kv_cache, self.slots, copier=self.copier)
+        self.worker = Worker(Runner(runner.model, runner.kv_cache, self.swapper, runner.rows, torch.device("cpu")), rank=3, epoch=1)
+
+    def poll(self) -> list[TransferDone]:
+        """What the worker says when its descriptor wakes the poller, as in `serve`."""
+        poller = zmq.Poller()
+        poller.register(self.worker.fileno(), zmq.POLLIN)
+        assert poller.poll(int(1000 * DEADLINE_S)), "an idle worker was not woken"
+        return self.worker.poll()
+
+    def holds(self, slot: int, content: torch.Tensor) -> bool:
+        return torch.equal(self.slots[slot, : self.blocks.shape[1]], content)
+
+
+@pytest.fixture
+def bench(loaded: Loaded) -> Iterator[Bench]:
+    loaded.runner.reset()
+    bench = Bench(loaded)
+    yield bench
+    bench.copier.gate.set()
+    bench.swapper.close()
+
+
+def test_urgent_transfers_are_acknowledged_together_before_the_step(bench: Bench) -> None:
+    bench.copier.faulty = {("in", 5, 9)}
+    transfers = [copy_out(1, 4, 0, needed_by=7), copy_out(2, 5, 1, needed_by=7), copy_in(3, 5, 9, needed_by=7)]
+    *dones, step = bench.worker.handle(plan(plan_id=7, transfers=transfers))
+    assert isinstance(step, StepDone)
+    assert step.seconds["swap_wait"] > 0
+    said = {(done.transfer_ids, done.ok) for done in dones if isinstance(done, TransferDone) and (done.epoch, done.rank) == (1, 3)}
+    assert said == {((1, 2), True), ((3,), False)}
+    assert len(dones) == 2
+
+
+def test_a_forward_finds_the_old_bytes_of_a_block_it_overwrites_in_the_arena(bench: Bench) -> None:
+    before = bench.blocks[1].random_(0, 256).clone()
+    bench.worker.handle(install(0, [5, 6, 7, 8], [1]))
+    *_, step = bench.worker.handle(plan(piece(0, 0, 4), plan_id=7, transfers=[copy_out(1, 1, 2, needed_by=7)]))
+    assert isinstance(step, StepDone)
+    assert step.results[0].outcome == "accepted"
+    assert not torch.equal(bench.blocks[1], before), "the forward wrote nothing"
+    assert bench.holds(2, before)
+
+
+def test_a_step_is_done_while_transfers_that_it_does_not_need_go_on(bench: Bench) -> None:
+    bench.copier.gate.clear()
+    bench.worker.handle(install(0, [5, 6, 7], [1]))
+    (reply,) = bench.worker.handle(plan(piece(0, 0, 3), transfers=[copy_out(1, 4, 0), copy_out(2, 5, 1)]))
+    assert isinstance(reply, StepDone)
+    assert (reply.results[0].outcome, reply.seconds["swap_wait"]) == ("accepted", 0.0)
+    assert bench.worker.poll() == []
+    bench.copier.gate.set()
+    (transfer_done,) = bench.poll()
+    assert (transfer_done.transfer_ids, transfer_done.ok, transfer_done.epoch, transfer_done.rank) == ((1, 2), True, 1, 3)
+    assert bench.worker.poll() == []
+
+
+def test_what_was_copied_meanwhile_is_told_with_the_next_step(bench: Bench) -> None:
+    bench.copier.gate.clear()
+    bench.worker.handle(plan(transfers=[copy_out(1, 4, 0)]))
+    bench.copier.gate.set()
+    assert zmq.select([bench.worker], [], [], DEADLINE_S)[0]
+    transfer_done, step = bench.worker.handle(plan(plan_id=2))
+    assert isinstance(transfer_done, TransferDone)
+    assert (transfer_done.transfer_ids, isinstance(step, StepDone)) == ((1,), True)
+
+
+def test_a_plan_with_an_unknown_row_still_carries_out_its_transfers(bench: Bench) -> None:
+    content = bench.blocks[4].random_(0, 256).clone()
+    transfer_done, missing = bench.worker.handle(plan(piece(3, 0, 1), plan_id=7, transfers=[copy_out(1, 4, 0, needed_by=7)]))
+    assert isinstance(transfer_done, TransferDone)
+    assert isinstance(missing, RowMissing)
+    assert transfer_done.ok
+    assert bench.holds(0, content)
+
+
+def test_transfers_of_an_older_epoch_are_not_carried_out(bench: Bench) -> None:
+    bench.worker.handle(plan(epoch=2))
+    assert bench.worker.handle(plan(epoch=1, transfers=[copy_out(1, 4, 0, needed_by=1)])) == []
+    assert bench.copier.copied == []
+
+
+def test_a_newer_epoch_hears_nothing_of_transfers_of_the_old_one(bench: Bench) -> None:
+    bench.copier.gate.clear()
+    bench.worker.handle(plan(transfers=[copy_out(1, 4, 0), copy_out(2, 4, 1)]))
+    assert bench.copier.held_up.acquire(timeout=DEADLINE_S)
+    bench.copier.gate.set()
+    *dones, step = bench.worker.handle(plan(epoch=2, transfers=[copy_out(1, 6, 5, needed_by=1)]))
+    assert isinstance(step, StepDone)
+    assert [(done.epoch, done.transfer_ids) for done in dones if isinstance(done, TransferDone)] == [(2, (1,))]
+    assert bench.worker.poll() == []
+    assert ("background", "out", 4, 1) not in bench.copier.copied
+
+
+def test_a_worker_with_an_arena_says_how_fast_it_copies(loaded: Loaded) -> None:
+    assert loaded.ready.swap_out_bytes_s > 1e5
+    assert loaded.ready.swap_in_bytes_s > 1e5
+    assert loaded.runner.swapper.num_slots == loaded.ready.num_swap_slots == NUM_SLOTS
+    assert loaded.runner.swapper.take_done() == []
+
+
+def test_a_worker_without_an_arena_refuses_transfers_and_goes_on() -> None:
+    loaded = load(offline_config(str(tiny_checkpoint("llama")), block_size=4, num_blocks=16))
+    transfer_done, step = Worker(loaded.runner, rank=0, epoch=1).handle(plan(transfers=[copy_out(1, 0, 0)]))
+    assert isinstance(transfer_done, TransferDone)
+    assert (transfer_done.ok, transfer_done.transfer_ids, isinstance(step, StepDone)) == (False, (1,), True)
+
+
+def test_a_sequence_swapped_out_and_into_other_blocks_goes_on_as_if_nothing_had_happened(worker: Worker) -> None:
+    prompt = [5, 6, 7, 8, 9, 10]
+
+    def generate(swap: bool) -> list[tuple[int, ...]]:
+        worker.handle(install(0, prompt, [1, 2], version=1 + swap))
+        tokens = [done(worker, piece(0, 0, 6, version=1 + swap)).results[0].token_ids]
+        if swap:
+            out = [copy_out(1, 1, 3, needed_by=2), copy_out(2, 2, 0, needed_by=2), copy_in(3, 3, 9, needed_by=2), copy_in(4, 0, 8, needed_by=2)]
+            worker.handle(plan(plan_id=2, transfers=out))
+            worker.handle(install(1, [1] * 8, [1, 2]))
+            done(worker, piece(1, 0, 8))
+            worker.handle(install(0, prompt, [9, 8], version=2))
+        for position in range(6, 8):
+            new = list(tokens[-1])
+            tokens.append(done(worker, piece(0, position, 1, version=1 + swap, new_tokens=new)).results[0].token_ids)
+        return tokens
+
+    assert generate(swap=True) == generate(swap=False)

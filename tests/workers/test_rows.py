@@ -105,11 +105,10 @@ def test_whatever_is_out_of_range_in_a_row_fails_that_row_alone(message: Install
         piece(0, 3, 1, new_tokens=[4], new_blocks=[8]),
         piece(0, 3, 2, new_tokens=[4, 5]),
         piece(0, 0, 2, sample=True),
-        piece(0, 3, 1, after_plan=PlanId(1)),
         msgspec.structs.replace(piece(0, 2, 1), new_block_ids=(b"", b"")),
     ],
     ids=["negative start", "no token", "negative count", "past the history", "token too large", "token negative", "block too large",
-         "past the blocks", "sample before the end", "plan that drew nothing here", "two tables for one group"],
+         "past the blocks", "sample before the end", "two tables for one group"],
 )  # fmt: skip
 def test_whatever_is_out_of_range_in_a_slice_fails_that_row_alone(bad_piece: Slice) -> None:
     table = table_with(install(0, [1, 2, 3], [7]), install(1, [1, 2], [3]))
@@ -130,3 +129,33 @@ def test_the_token_of_an_earlier_plan_can_be_named_by_that_plan() -> None:
     (row,) = table.apply(plan(piece(0, 3, 1, after_plan=PlanId(4)), plan_id=5))
     assert row.error == ""
     assert row.token_ids.tolist() == [1, 2, 3, 42]
+
+
+def test_a_slice_whose_token_was_never_drawn_is_deferred_and_leaves_the_row_sound() -> None:
+    table = table_with(install(0, [1, 2, 3], [7]))
+    waiting = piece(0, 3, 1, after_plan=PlanId(4), new_blocks=[2])
+    (row,) = table.apply(plan(waiting, plan_id=5))
+    assert row.is_deferred(waiting)
+    assert (row.error, row.token_ids.tolist()) == ("", [1, 2, 3])
+    assert row.block_tables[0].tolist() == [7, 2], "blocks are the row's, whatever becomes of the slice"
+    after_it = piece(0, 4, 1, after_plan=PlanId(5))
+    table.apply(plan(after_it, plan_id=6))
+    assert row.is_deferred(after_it), "what follows a deferred slice is deferred as well"
+    literal = piece(0, 3, 2, new_tokens=[4, 5])
+    table.apply(plan(literal, plan_id=7))
+    assert (row.error, row.token_ids.tolist(), row.is_deferred(literal)) == ("", [1, 2, 3, 4, 5], False)
+
+
+def test_a_token_is_that_of_the_plan_named_and_of_no_earlier_one() -> None:
+    table = table_with(install(0, [1, 2, 3], [7]))
+    (row,) = table.apply(plan(piece(0, 0, 3), plan_id=4))
+    row.drawn = (PlanId(4), 42)
+    late = piece(0, 3, 1, after_plan=PlanId(5))
+    table.apply(plan(late, plan_id=6))
+    assert row.is_deferred(late)
+    assert row.token_ids.tolist() == [1, 2, 3]
+
+
+def test_a_deferred_slice_out_of_range_fails_as_any_other() -> None:
+    (row,) = table_with(install(0, [1, 2, 3], [7])).apply(plan(piece(0, 3, 1, after_plan=PlanId(4), new_blocks=[8])))
+    assert row.error == INVALID_INPUT

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagemill.messages import Plan, RowResult, SamplingParams
+from pagemill.messages import Plan, PlanId, RowResult, SamplingParams
 from scripts.lib.offline import OfflineEngine, offline_config
 from tests.helpers.forward import logits_in_chunks
 from tests.helpers.plans import install, piece, plan
@@ -30,7 +30,7 @@ def loaded() -> Loaded:
 
 @pytest.fixture
 def runner(loaded: Loaded) -> Iterator[Runner]:
-    runner = Runner(loaded.runner.model, loaded.runner.kv_cache, loaded.runner.rows, torch.device("cpu"))
+    runner = Runner(loaded.runner.model, loaded.runner.kv_cache, loaded.runner.swapper, loaded.runner.rows, torch.device("cpu"))
     yield runner
     runner.rows.clear()
 
@@ -147,6 +147,49 @@ def test_a_token_drawn_can_be_the_next_input_by_naming_its_plan(runner: Runner, 
     drawn = by_row(runner, plan(piece(0, 0, 3), plan_id=8))[0].token_ids[0]
     result = by_row(runner, plan(piece(0, 3, 1, after_plan=plan(plan_id=8).plan_id), plan_id=9))[0]
     assert result.token_ids == (argmax(loaded, [5, 6, 7, drawn]),)
+
+
+def test_a_slice_without_its_token_is_deferred_and_nothing_of_it_computed(runner: Runner, loaded: Loaded) -> None:
+    install_all(runner, [[5, 6, 7], [8, 9]])
+    model = poison(runner, "none")
+    assert by_row(runner, plan(piece(0, 3, 1, after_plan=PlanId(8)), plan_id=9))[0].outcome == "deferred"
+    assert model.num_calls == 0
+    results = by_row(runner, plan(piece(0, 4, 1, after_plan=PlanId(9)), piece(1, 0, 2), plan_id=10))
+    assert {row: result.outcome for row, result in results.items()} == {0: "deferred", 1: "accepted"}
+    assert by_row(runner, plan(piece(0, 0, 3), plan_id=11))[0].token_ids == (argmax(loaded, [5, 6, 7]),)
+
+
+def test_a_failed_draw_defers_the_slice_that_follows(runner: Runner) -> None:
+    install_all(runner, [[5, POISON, 6]])
+    poison(runner, "raise")
+    assert by_row(runner, plan(piece(0, 0, 3), plan_id=8))[0].outcome == "failed"
+    assert by_row(runner, plan(piece(0, 3, 1, after_plan=PlanId(8)), plan_id=9))[0].outcome == "deferred"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.5, num_logprobs=2),
+        SamplingParams(temperature=1.0, repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.9, top_k=20),
+        SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=tuple(range(3, 200)), logit_bias=((250, 3.0),)),
+    ],
+    ids=["greedy", "noise and logprobs", "penalties", "masks"],
+)
+def test_tokens_taken_from_the_row_do_what_tokens_sent_do(runner: Runner, sampling: SamplingParams) -> None:
+    prompt, num_tokens = [5, 6, 7, 8, 9], 9
+    runner.rows.install(install(0, prompt, range(4), sampling=sampling, seed=3))
+    runner.rows.install(install(1, prompt, range(4, 8), sampling=sampling, seed=3))
+    sent = [by_row(runner, plan(piece(0, 0, 5), plan_id=1))[0]]
+    taken = [by_row(runner, plan(piece(1, 0, 5), plan_id=1))[1]]
+    for step in range(2, num_tokens):
+        start = len(prompt) + step - 2
+        sent.append(by_row(runner, plan(piece(0, start, 1, new_tokens=sent[-1].token_ids), plan_id=step))[0])
+        taken.append(by_row(runner, plan(piece(1, start, 1, after_plan=PlanId(step - 1)), plan_id=step))[1])
+    assert [(result.token_ids, result.logprobs) for result in taken] == [(result.token_ids, result.logprobs) for result in sent]
+    histories = [row.token_ids for row in runner.rows.apply(plan(piece(0, 12, 1, new_tokens=[9]), piece(1, 12, 1, new_tokens=[9])))]
+    assert histories[0][:12] == histories[1][:12], "all but the last token drawn are part of the history"
+    assert len(histories[0]) == len(histories[1]) == 13
 
 
 def test_padded_vocabulary_rows_are_never_drawn() -> None:
