@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import zmq
 
@@ -24,6 +24,8 @@ from pagemill.messages import (
     DebugState,
     DebugStateQuery,
     DebugStateReply,
+    DecisionsQuery,
+    DecisionsReply,
     FinishReason,
     FinishRequest,
     FrontendToScheduler,
@@ -39,6 +41,8 @@ from pagemill.messages import (
 from pagemill.telemetry import get_logger
 
 log = get_logger("frontend.engine")
+
+Reply = TypeVar("Reply", DebugStateReply, DecisionsReply)
 
 
 class Sink(Protocol):
@@ -74,7 +78,7 @@ class Engine:
         self._sinks: dict[SequenceKey, Sink] = {}
         self._requests = itertools.count(1)
         self._queries = itertools.count(1)
-        self._debug_replies: dict[int, asyncio.Future[DebugState]] = {}
+        self._replies: dict[int, asyncio.Future[DebugStateReply | DecisionsReply]] = {}  #: by query, while somebody waits
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -101,7 +105,7 @@ class Engine:
             sink.failed(scheduler_lost())
         self._sinks.clear()
         self._idle.set()
-        for reply in self._debug_replies.values():
+        for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(scheduler_lost())
 
@@ -158,16 +162,25 @@ class Engine:
 
     async def debug_state(self, timeout_s: float = 5.0) -> DebugState:
         """The scheduler's own view of itself. Raises ApiError (503) if it does not answer in time."""
-        query = next(self._queries)
-        reply: asyncio.Future[DebugState] = asyncio.get_running_loop().create_future()
-        self._debug_replies[query] = reply
+        reply = await self._ask(DebugStateQuery(query=next(self._queries)), DebugStateReply, timeout_s)
+        return reply.state
+
+    async def decisions(self, limit: int, timeout_s: float = 5.0) -> DecisionsReply:
+        """The planner's newest decisions, oldest first, and its clock. Raises ApiError (503) if the scheduler does not answer in time."""
+        return await self._ask(DecisionsQuery(query=next(self._queries), limit=limit), DecisionsReply, timeout_s)
+
+    async def _ask(self, query: DebugStateQuery | DecisionsQuery, kind: type[Reply], timeout_s: float) -> Reply:
+        future: asyncio.Future[DebugStateReply | DecisionsReply] = asyncio.get_running_loop().create_future()
+        self._replies[query.query] = future
         try:
-            self._send(DebugStateQuery(query=query))
-            return await asyncio.wait_for(reply, timeout_s)
+            self._send(query)
+            reply = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise scheduler_lost() from None
         finally:
-            del self._debug_replies[query]
+            del self._replies[query.query]
+        assert isinstance(reply, kind)
+        return reply
 
     # --- messages -----------------------------------------------------------------------------------------
 
@@ -206,10 +219,10 @@ class Engine:
             case StatsSnapshot():
                 self._readiness.note_snapshot(message)
                 self._observer.snapshot(message)
-            case DebugStateReply():
-                reply = self._debug_replies.get(message.query)
+            case DebugStateReply() | DecisionsReply():
+                reply = self._replies.get(message.query)
                 if reply is not None and not reply.done():
-                    reply.set_result(message.state)
+                    reply.set_result(message)
 
     def _step_output(self, message: StepOutput) -> None:
         if message.epoch < self._epoch:

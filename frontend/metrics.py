@@ -60,6 +60,11 @@ class FrontendMetrics:
     def snapshot(self, message: StatsSnapshot) -> None:
         self._scheduler.update(message)
 
+    @property
+    def last_snapshot(self) -> StatsSnapshot | None:
+        """The scheduler's numbers as last heard of; None before the first."""
+        return self._scheduler.last
+
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for every scrape."""
         native = [self._build_info(), *self._requests.collect(), *self._scheduler.collect()]

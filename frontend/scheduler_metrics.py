@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import get_args
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -20,32 +21,54 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
-from pagemill.messages import SchedulerReady, StatsSnapshot
+from pagemill.messages import PreemptionReason, SchedulerReady, StatsSnapshot, VictimKind
 
 #: Counter field of a snapshot -> metric and its help.
 _COUNTERS = {
     "steps": ("pagemill_steps", "Steps (batched forwards) completed."),
     "prefix_query_tokens": ("pagemill_prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hit_tokens": ("pagemill_prefix_cache_hit_tokens", "Prompt tokens whose KV came from the prefix cache."),
     "tokens_computed": ("pagemill_tokens_computed", "Positions computed by the model, recomputed ones included."),
     "tokens_recomputed": ("pagemill_tokens_recomputed", "Positions computed again after a preemption."),
     "tokens_generated": ("pagemill_tokens_generated", "Tokens drawn by the model."),
+    "tokens_moved": ("pagemill_tokens_moved", "Positions whose KV was copied out or in on behalf of preempted sequences; each way counts."),
+    "early_copies": ("pagemill_early_copies", "KV blocks copied to the arena ahead of need."),
     "dropped_messages": ("pagemill_dropped_messages", "Messages dropped by the scheduler: of an older epoch or an unknown name."),
 }
-_PREEMPTIONS = {"preemptions_swap": "swap", "preemptions_recompute": "recompute"}
+#: Counter fields that are shown as one metric -> the value of its label `tier`.
+_HIT_TOKENS = {"prefix_hit_tokens": "device", "arena_hit_tokens": "arena"}
+#: Counters that a snapshot gives by direction -> metric and its help.
+_BY_DIRECTION = {
+    "swapped_bytes": ("pagemill_swapped_bytes", "KV bytes copied: out to the arena, in to the device."),
+    "swap_seconds": ("pagemill_swap_seconds", "Time spent copying KV, by direction, of the slowest worker; it overlaps with steps."),
+}
+_DIRECTIONS = ("out", "in")
+_KINDS: tuple[str, ...] = get_args(VictimKind)
+_REASONS: tuple[str, ...] = get_args(PreemptionReason)
+
+_PREEMPTIONS_HELP = (
+    "Sequences preempted, by what became of their KV (keep: it stayed, swap: copied to the arena, recompute: dropped) and by why "
+    "(growth: a running sequence needed blocks, start: another was to start or to resume, seat: its place in the batch was wanted, "
+    "forced: it was asked for)."
+)
+_THRASH_HELP = (
+    "(tokens recomputed + tokens moved) / useful tokens, since the frontend started; useful tokens are those computed less those recomputed. "
+    "0: no work was lost to preemption, 1: as much as was useful. For a window, divide the rates of the counters."
+)
 
 #: Bounds of the tokens in one step.
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+#: Bounds of the time from a preemption to running again.
+_RESUME = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
-Key = tuple[str, str | int]  #: a counter's field, and a key inside it ("" for a plain number)
+Key = tuple[str, str | float]  #: a counter's field, and a key inside it ("" for a plain number)
 
 
 class SchedulerMetrics:
     """Owned by the frontend's metrics. `update` is called for every snapshot, `collect` for every scrape."""
 
     def __init__(self) -> None:
+        self.last: StatsSnapshot | None = None  #: None before the first
         self._ready: SchedulerReady | None = None
-        self._last: StatsSnapshot | None = None
         self._totals: Counter[Key] = Counter()
 
     def ready(self, message: SchedulerReady) -> None:
@@ -53,23 +76,27 @@ class SchedulerMetrics:
 
     def update(self, snapshot: StatsSnapshot) -> None:
         """Takes over a snapshot. One of an older epoch changes nothing."""
-        if self._last is not None and snapshot.epoch < self._last.epoch:
+        if self.last is not None and snapshot.epoch < self.last.epoch:
             return
-        same_epoch = self._last is not None and self._last.epoch == snapshot.epoch
-        before = _counters(self._last) if same_epoch and self._last is not None else {}
+        same_epoch = self.last is not None and self.last.epoch == snapshot.epoch
+        before = _counters(self.last) if same_epoch and self.last is not None else {}
         for key, value in _counters(snapshot).items():
             self._totals[key] += max(0, value - before.get(key, 0))  # type: ignore[assignment]
-        self._last = snapshot
+        self.last = snapshot
 
     def collect(self) -> Iterator[Metric]:
         """Families known so far: geometry from the scheduler's readiness on, the rest from its first snapshot on."""
         if self._ready is not None:
             yield from self._geometry(self._ready)
-        if self._last is not None:
-            yield from self._gauges(self._last)
+        if self.last is not None:
+            yield from self._gauges(self.last)
             yield from self._counter_families()
+            yield self._thrash_ratio()
             yield self._step_seconds()
-            yield self._step_tokens()
+            total = self._totals["tokens_computed", ""]
+            yield self._histogram("steps_with_tokens", "pagemill_step_tokens", "Tokens computed by one step.", _STEP_TOKENS, total)
+            total = self._totals["resume_seconds_sum", ""]
+            yield self._histogram("resume_seconds", "pagemill_resume_seconds", "Preemption to running again.", _RESUME, total)
 
     @staticmethod
     def _geometry(ready: SchedulerReady) -> Iterator[Metric]:
@@ -95,17 +122,35 @@ class SchedulerMetrics:
         blocks = {"free": last.blocks_free, "cached": last.blocks_cached, "used": last.blocks_used}
         yield _by_label("pagemill_kv_blocks", "KV blocks; cached ones are unreferenced but indexed, used is the rest.", "state", blocks)
         slots = {"free": last.swap_slots_free, "cached": last.swap_slots_cached, "held": last.swap_slots_held}
-        yield _by_label("pagemill_swap_slots", "Swap slots; cached ones may be dropped at any time.", "state", slots)
+        help_text = "Swap slots, of one KV block each; held ones have KV of preempted sequences, cached ones may be dropped at any time."
+        yield _by_label("pagemill_swap_slots", help_text, "state", slots)
+        yield GaugeMetricFamily("pagemill_transfers_in_flight", "Blocks being copied between device and arena.", last.transfers_in_flight)
         help_text = "Distinct computed positions per position of the used blocks; one minus it is waste."
         yield GaugeMetricFamily("pagemill_kv_slot_utilization", help_text, last.slot_utilization)
 
     def _counter_families(self) -> Iterator[Metric]:
         for name, (metric, help_text) in _COUNTERS.items():
             yield CounterMetricFamily(metric, help_text, self._totals[name, ""])
-        preemptions = CounterMetricFamily("pagemill_preemptions", "Sequences preempted because blocks ran out.", labels=["kind"])
-        for name, kind in _PREEMPTIONS.items():
-            preemptions.add_metric([kind], self._totals[name, ""])
+        hits = CounterMetricFamily("pagemill_prefix_cache_hit_tokens", "Prompt tokens whose KV came from the prefix cache, by where it lay.", labels=["tier"])
+        for name, tier in _HIT_TOKENS.items():
+            hits.add_metric([tier], self._totals[name, ""])
+        yield hits
+        for name, (metric, help_text) in _BY_DIRECTION.items():
+            family = CounterMetricFamily(metric, help_text, labels=["direction"])
+            for direction in _DIRECTIONS:
+                family.add_metric([direction], self._totals[name, direction])
+            yield family
+        preemptions = CounterMetricFamily("pagemill_preemptions", _PREEMPTIONS_HELP, labels=["kind", "reason"])
+        for kind, reason in product(_KINDS, _REASONS):
+            preemptions.add_metric([kind, reason], self._totals["preemptions", f"{kind}/{reason}"])
         yield preemptions
+
+    def _thrash_ratio(self) -> Metric:
+        """Of totals, not of snapshots: it must agree with the counters it is made of."""
+        recomputed = self._totals["tokens_recomputed", ""]
+        useful = self._totals["tokens_computed", ""] - recomputed
+        ratio = (recomputed + self._totals["tokens_moved", ""]) / useful if useful > 0 else 0.0
+        return GaugeMetricFamily("pagemill_thrash_ratio", _THRASH_HELP, ratio)
 
     def _step_seconds(self) -> Metric:
         """Seconds by part of a step. The count is of steps, so that sum over count is a part's mean."""
@@ -115,23 +160,23 @@ class SchedulerMetrics:
                 family.add_metric([str(part)], int(self._totals["steps", ""]), seconds)
         return family
 
-    def _step_tokens(self) -> Metric:
-        """Plans by number of tokens. The scheduler names only buckets that are not empty; here all are always there."""
-        plans = [0.0] * (len(_STEP_TOKENS) + 1)
+    def _histogram(self, field: str, metric: str, help_text: str, bounds: tuple[float, ...], total: float) -> Metric:
+        """A field of buckets. The scheduler names only those that are not empty; here all are always there."""
+        counts = [0.0] * (len(bounds) + 1)
         for (name, bound), number in self._totals.items():
-            if name == "steps_with_tokens":
-                plans[bisect_left(_STEP_TOKENS, int(bound))] += number
-        labels = [*map(str, map(float, _STEP_TOKENS)), "+Inf"]
-        family = HistogramMetricFamily("pagemill_step_tokens", "Tokens computed by one step.")
-        family.add_metric([], list(zip(labels, accumulate(plans), strict=True)), self._totals["tokens_computed", ""])
+            if name == field:
+                counts[bisect_left(bounds, float(bound))] += number
+        labels = [*map(str, map(float, bounds)), "+Inf"]
+        family = HistogramMetricFamily(metric, help_text)
+        family.add_metric([], list(zip(labels, accumulate(counts), strict=True)), total)
         return family
 
 
 def _counters(snapshot: StatsSnapshot) -> dict[Key, float]:
     """Every counter of a snapshot under one flat key."""
-    values: dict[Key, float] = {(name, ""): getattr(snapshot, name) for name in (*_COUNTERS, *_PREEMPTIONS)}
-    values |= {("step_seconds", part): seconds for part, seconds in snapshot.step_seconds.items()}
-    values |= {("steps_with_tokens", bound): plans for bound, plans in snapshot.steps_with_tokens.items()}
+    values: dict[Key, float] = {(name, ""): getattr(snapshot, name) for name in (*_COUNTERS, *_HIT_TOKENS, "resume_seconds_sum")}
+    for field in ("step_seconds", "steps_with_tokens", "resume_seconds", "preemptions", *_BY_DIRECTION):
+        values |= {(field, key): number for key, number in getattr(snapshot, field).items()}
     return values
 
 

@@ -2,7 +2,7 @@
 
 One table, one rule: an alias is the sum of the samples of a native family that it selects, by the labels
 it renames. Nothing is counted here, so an alias can't disagree with its source. Features that this server
-doesn't have (adapters, speculation, an external cache, sleeping) have no alias.
+doesn't have (adapters, speculation, sleeping) have no alias. What others call an external cache is the arena here.
 It must not know requests or snapshots: it sees families only.
 """
 
@@ -29,6 +29,7 @@ class Alias:
 
 #: Preempted sequences wait in vLLM's one waiting queue.
 _WAITING = {"status": ("waiting", "preempted")}
+_ON_DEVICE = {"tier": ("device",)}
 _SOURCES = {"computed": "local_compute", "cached": "local_cache_hit"}
 
 ALIASES = (
@@ -46,9 +47,12 @@ ALIASES = (
     ),
     Alias("num_preemptions", "pagemill_preemptions"),
     Alias("prefix_cache_queries", "pagemill_prefix_cache_query_tokens"),
-    Alias("prefix_cache_hits", "pagemill_prefix_cache_hit_tokens"),
+    Alias("prefix_cache_hits", "pagemill_prefix_cache_hit_tokens", only=_ON_DEVICE),
+    # Every prompt is looked up in both tiers. Without the hits on the device, as vLLM counts, this could go backwards: they are counted later.
+    Alias("external_prefix_cache_queries", "pagemill_prefix_cache_query_tokens"),
+    Alias("external_prefix_cache_hits", "pagemill_prefix_cache_hit_tokens", only={"tier": ("arena",)}),
     Alias("gpu_prefix_cache_queries", "pagemill_prefix_cache_query_tokens"),
-    Alias("gpu_prefix_cache_hits", "pagemill_prefix_cache_hit_tokens"),
+    Alias("gpu_prefix_cache_hits", "pagemill_prefix_cache_hit_tokens", only=_ON_DEVICE),
     Alias("prompt_tokens", "pagemill_prompt_tokens"),
     Alias("prompt_tokens_cached", "pagemill_prompt_tokens", only={"source": ("cached",)}),
     Alias("prompt_tokens_by_source", "pagemill_prompt_tokens", labels={"source": "source"}, values=_SOURCES),

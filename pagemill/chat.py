@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pagemill.chat_client import ChatClient, ChatError, Message, ReplyStats
+from pagemill.chat_client import ChatClient, ChatError, Message, ReplyStats, read_key
 from pagemill.errors import UsageError
 from pagemill.options import OneLineParser
 
@@ -204,16 +204,6 @@ def _wait_until_ready(client: ChatClient, notices: Console) -> None:
             time.sleep(POLL_S)
 
 
-def _api_key(path: str) -> str:
-    if not path:
-        return os.environ.get("PAGEMILL_API_KEY", "").strip()
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {path} can't be read") from error
-    return next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="pagemill chat",
@@ -237,7 +227,7 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     sampling = {name: value for name in ("temperature", "top_p", "max_tokens", "seed") if (value := getattr(arguments, name)) is not None}
     notices = Console(stderr=True)
-    client = ChatClient(arguments.url, _api_key(arguments.api_key_file))
+    client = ChatClient(arguments.url, read_key(arguments.api_key_file, "--api-key-file"))
     try:
         _wait_until_ready(client, notices)
         conversation = Conversation(client, arguments.model or client.first_model(), arguments.system, sampling)

@@ -1,4 +1,4 @@
-"""A small client of the server's chat API on the standard library, for the terminal chat.
+"""A small client of the server's API on the standard library, for the terminal chat and for `pagemill explain`.
 
 Speaks to any OpenAI-compatible server; what only this one has (progress while loading) is used where it is there.
 It must not know the terminal: it returns and yields values, and raises `ChatError` with one line for people.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -21,6 +23,17 @@ REPLY_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 
 Message = dict[str, str]
+
+
+def read_key(path: str, flag: str) -> str:
+    """The first key of a file, or of the environment where no file is given. Raises UsageError, naming the flag."""
+    if not path:
+        return os.environ.get("PAGEMILL_API_KEY", "").strip()
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} can't be read") from error
+    return next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
 
 
 class ChatError(Exception):
@@ -97,12 +110,16 @@ class ChatClient:
             return Loading(str(body.get("phase", "")), body.get("progress"), str(body.get("detail", "")))
 
     def first_model(self) -> str:
-        with self._request("GET", "/v1/models", timeout_s=CONNECT_TIMEOUT_S) as response:
-            body = _json_object(_checked(response))
+        body = _json_object(self.get("/v1/models"))
         try:
             return str(body["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise ChatError(f"The server at {self.url} lists no model.") from error
+
+    def get(self, path: str) -> bytes:
+        """The body of a good answer. Raises ChatError in the server's own words otherwise, with the status."""
+        with self._request("GET", path, timeout_s=CONNECT_TIMEOUT_S) as response:
+            return _checked(response)
 
     def stream(self, body: dict[str, Any], stats: ReplyStats) -> Generator[str, None, None]:
         """Yields the reply's text piece by piece and keeps `stats`. Closing the generator stops the reply."""

@@ -31,6 +31,10 @@ def _run(argv: list[str]) -> int:
         from pagemill import chat
 
         return chat.main(argv[1:])
+    if argv[:1] == ["explain"]:
+        from pagemill import explain_command
+
+        return explain_command.main(argv[1:])
     if argv[:1] == ["models"]:
         return _models(argv[1:])
     arguments, unknown = _parser().parse_known_args(argv)
@@ -70,5 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_arguments(serve)
     commands.add_parser("models", help="list the models that are known and cached, or fetch one", add_help=False)
     commands.add_parser("chat", help="chat with a running server in the terminal", add_help=False)
+    commands.add_parser("explain", help="say why a running server's requests had to yield to others", add_help=False)
     commands.add_parser("version", help="print the version")
     return parser

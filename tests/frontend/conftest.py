@@ -23,6 +23,7 @@ def frontend(served: RunningFrontend) -> Iterator[RunningFrontend]:
     fake.script, fake.repeat_all, fake.burst = counting, False, 1
     fake.gate.set()
     fake.received.clear()
+    fake.decisions.clear()
     yield served
     fake.gate.set()
     fake.wait_idle()

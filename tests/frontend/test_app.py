@@ -115,6 +115,7 @@ def test_detokenize_wants_ids_of_the_vocabulary(tokens: object, frontend: Runnin
 def test_the_scheduler_s_state_is_shown_to_this_machine(frontend: RunningFrontend) -> None:
     state = frontend.client.get("/debug/state").json()
     assert state["blocks"] == {"total": 4, "free": 4, "cached": 0, "used": 0}
+    assert state["swap_slots"] == {"total": 8, "free": 1, "cached": 2, "held": 5}
     assert state["invariants"] == {"ok": True, "error": None}
     check_error(frontend.client.get("/debug/state", headers={"Host": "evil.example"}), 403, "forbidden")
 
@@ -204,7 +205,7 @@ def test_a_lost_scheduler_ends_streams_with_an_error_and_refuses_the_next() -> N
 
 def test_each_file_of_the_folder_is_one_endpoint_with_paths_of_its_own() -> None:
     endpoints = discover()
-    assert {"chat_completions", "completions", "models", "health", "tokenize", "detokenize", "version", "debug_state"} <= set(endpoints)
+    assert {"chat_completions", "completions", "models", "health", "tokenize", "detokenize", "version", "debug_state", "preemptions"} <= set(endpoints)
     paths = [path for endpoint in endpoints.values() for path in endpoint.PATHS]
     assert len(paths) == len(set(paths))
     assert all(path.startswith("/") for path in paths)

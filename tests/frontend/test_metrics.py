@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import shutil
 import subprocess
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -15,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from frontend.histogram import Histogram
 from frontend.metrics import FrontendMetrics
 from frontend.request_metrics import RequestLedger
-from pagemill.messages import NONE, FinishReason, SchedulerReady, SequenceKey, SequenceOutput, StatsSnapshot
+from pagemill.messages import NONE, FinishReason, SchedulerReady, SequenceKey, SequenceOutput
+from tests.helpers.fake_scheduler import snapshot
 
 #: What gateways, autoscalers and vLLM's dashboards read, as far as this server has the feature.
 READ_BY_OTHERS = (
@@ -30,16 +32,10 @@ READ_BY_OTHERS = (
     *("request_max_num_generation_tokens_sum", "request_params_n_bucket", "request_params_max_tokens_bucket"),
     *("request_num_preemptions_bucket", "request_prefill_kv_computed_tokens_bucket", "iteration_tokens_total_bucket"),
     *("gpu_cache_usage_perc", "time_per_output_token_seconds_bucket", "gpu_prefix_cache_queries_total"),
-    *("gpu_prefix_cache_hits_total",),
+    *("gpu_prefix_cache_hits_total", "external_prefix_cache_queries_total", "external_prefix_cache_hits_total"),
 )
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def snapshot(**changes: Any) -> StatsSnapshot:
-    fields: dict[str, Any] = dict.fromkeys(StatsSnapshot.__struct_fields__, 0)
-    fields |= {"epoch": 1, "slot_utilization": 1.0, "steps_with_tokens": {}, "step_seconds": {}}
-    return StatsSnapshot(**(fields | changes))
 
 
 def samples(metrics: FrontendMetrics) -> Samples:
@@ -82,9 +78,22 @@ def used_metrics(compat: Literal["vllm", "none"]) -> FrontendMetrics:
             tokens_computed=90,
             step_seconds={"forward": 1.5, "schedule": 0.25},
             steps_with_tokens={1: 2, 16: 4, 2**31 - 1: 1},
-            preemptions_recompute=2,
+            preemptions={"swap/growth": 5, "swap/start": 1, "recompute/growth": 2, "keep/seat": 3},
+            swapped_bytes={"out": 4096, "in": 1024},
+            swap_seconds={"out": 0.5, "in": 0.125},
+            transfers_in_flight=6,
+            swap_slots_total=10,
+            swap_slots_free=5,
+            swap_slots_cached=2,
+            swap_slots_held=3,
+            tokens_recomputed=10,
+            tokens_moved=30,
+            early_copies=4,
+            resume_seconds={0.03: 2, 0.3: 4, math.inf: 1},
+            resume_seconds_sum=700.5,
             prefix_query_tokens=64,
             prefix_hit_tokens=32,
+            arena_hit_tokens=16,
         )
     )
     return metrics
@@ -108,12 +117,67 @@ def test_the_scheduler_is_shown_by_state() -> None:
     metrics = used_metrics("none")
     assert [value(metrics, "pagemill_kv_blocks", state=state) for state in ("free", "cached", "used")] == [50, 30, 20]
     assert [value(metrics, "pagemill_sequences", status=status) for status in ("waiting", "running", "preempted")] == [2, 3, 1]
-    assert [value(metrics, "pagemill_preemptions_total", kind=kind) for kind in ("swap", "recompute")] == [0, 2]
     assert value(metrics, "pagemill_kv_slot_utilization") == 0.9
     assert value(metrics, "pagemill_step_seconds_sum", part="forward") == 1.5
     assert value(metrics, "pagemill_step_seconds_count", part="forward") == 7
     found = [value(metrics, "pagemill_step_tokens_bucket", le=bound) for bound in ("1.0", "8.0", "16.0", "16384.0", "+Inf")]
     assert found == [2, 2, 6, 6, 7]
+
+
+def test_preemptions_are_counted_by_kind_and_reason_and_all_of_them_for_others() -> None:
+    metrics = used_metrics("vllm")
+    assert [value(metrics, "pagemill_preemptions_total", kind=kind) for kind in ("keep", "swap", "recompute")] == [3, 6, 2]
+    assert [value(metrics, "pagemill_preemptions_total", reason=reason) for reason in ("growth", "start", "seat", "forced")] == [7, 1, 3, 0]
+    assert value(metrics, "pagemill_preemptions_total", kind="swap", reason="start") == 1
+    assert value(metrics, "vllm:num_preemptions_total") == 11
+
+
+def test_swapping_is_shown_by_direction_use_and_tier() -> None:
+    metrics = used_metrics("vllm")
+    assert [value(metrics, "pagemill_swapped_bytes_total", direction=way) for way in ("out", "in")] == [4096, 1024]
+    assert [value(metrics, "pagemill_swap_seconds_total", direction=way) for way in ("out", "in")] == [0.5, 0.125]
+    assert [value(metrics, "pagemill_swap_slots", state=state) for state in ("free", "cached", "held")] == [5, 2, 3]
+    assert value(metrics, "pagemill_transfers_in_flight") == 6
+    assert (value(metrics, "pagemill_tokens_moved_total"), value(metrics, "pagemill_early_copies_total")) == (30, 4)
+    assert [value(metrics, "pagemill_prefix_cache_hit_tokens_total", tier=tier) for tier in ("device", "arena")] == [32, 16]
+    assert [value(metrics, f"vllm:{name}prefix_cache_hits_total") for name in ("", "gpu_", "external_")] == [32, 32, 16]
+    assert [value(metrics, f"vllm:{name}prefix_cache_queries_total") for name in ("", "gpu_", "external_")] == [64, 64, 64]
+
+
+def test_the_time_to_resume_is_a_histogram_with_all_its_buckets() -> None:
+    metrics = used_metrics("none")
+    found = [value(metrics, "pagemill_resume_seconds_bucket", le=bound) for bound in ("0.01", "0.03", "0.1", "0.3", "100.0", "+Inf")]
+    assert found == [0, 2, 2, 6, 6, 7]
+    assert value(metrics, "pagemill_resume_seconds_sum") == 700.5
+    assert value(metrics, "pagemill_resume_seconds_count") == 7
+
+
+def test_thrash_is_work_lost_to_preemption_by_useful_work() -> None:
+    metrics = used_metrics("none")
+    assert value(metrics, "pagemill_thrash_ratio") == (10 + 30) / (90 - 10)
+    metrics.snapshot(snapshot(epoch=2, tokens_computed=20))  # restarted: what was done before still counts
+    assert value(metrics, "pagemill_thrash_ratio") == 40 / 100
+    unused = FrontendMetrics("tiny", "none")
+    unused.snapshot(snapshot())
+    assert value(unused, "pagemill_thrash_ratio") == 0
+
+
+def test_counters_by_label_exist_from_the_first_snapshot_so_that_an_increase_is_seen() -> None:
+    metrics = FrontendMetrics("tiny", "none")
+    metrics.snapshot(snapshot())
+    assert value(metrics, "pagemill_preemptions_total", kind="recompute", reason="growth") == 0
+    assert value(metrics, "pagemill_swapped_bytes_total", direction="in") == 0
+
+
+def test_counters_by_label_do_not_go_backwards_when_the_scheduler_restarts() -> None:
+    metrics = FrontendMetrics("tiny", "none")
+    seen = []
+    for epoch, preempted, copied, resumed in ((1, 4, 100, 3), (1, 6, 150, 5), (2, 1, 50, 1), (1, 9, 900, 9), (2, 2, 75, 2)):
+        numbers = snapshot(epoch=epoch, preemptions={"swap/growth": preempted}, swapped_bytes={"out": copied}, resume_seconds={0.3: resumed})
+        metrics.snapshot(numbers)
+        buckets = value(metrics, "pagemill_resume_seconds_bucket", le="0.3")
+        seen.append((value(metrics, "pagemill_preemptions_total"), value(metrics, "pagemill_swapped_bytes_total", direction="out"), buckets))
+    assert seen == [(4, 100, 3), (6, 150, 5), (7, 200, 6), (7, 200, 6), (8, 225, 7)]
 
 
 def test_counters_do_not_go_backwards_when_the_scheduler_restarts() -> None:
@@ -173,7 +237,7 @@ def test_every_name_that_others_read_is_there_with_its_labels() -> None:
 
 def test_features_that_are_not_there_have_no_alias() -> None:
     text = used_metrics("vllm").render()[0].decode()
-    assert not re.search(r"vllm:(lora|spec_decode|external|engine_sleep)", text)
+    assert not re.search(r"vllm:(lora|spec_decode|engine_sleep)", text)
     assert "vllm:" not in used_metrics("none").render()[0].decode()
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from frontend.errors import ApiError
 from frontend.readiness import STALL_S, Readiness
-from pagemill.messages import Progress, SchedulerReady, StatsSnapshot
+from pagemill.messages import Progress, SchedulerReady
+from tests.helpers.fake_scheduler import snapshot
 
 GEOMETRY = SchedulerReady(1, 512, 16, 100, 0, 8, False)
 
@@ -17,12 +18,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def snapshot(steps: int, running: int) -> StatsSnapshot:
-    values: dict[str, object] = dict.fromkeys(StatsSnapshot.__struct_fields__, 0)
-    values |= {"steps": steps, "num_running": running, "steps_with_tokens": {}, "step_seconds": {}, "slot_utilization": 1.0}
-    return StatsSnapshot(**values)  # type: ignore[arg-type]
 
 
 def status(readiness: Readiness) -> str:
@@ -58,18 +53,18 @@ def test_progress_is_reported_within_its_range() -> None:
 
 
 def test_work_without_steps_is_a_stall_that_ends_with_the_next_step(readiness: Readiness, clock: Clock) -> None:
-    readiness.note_snapshot(snapshot(steps=5, running=1))
+    readiness.note_snapshot(snapshot(steps=5, num_running=1))
     clock.now += STALL_S + 1
-    readiness.note_snapshot(snapshot(steps=5, running=1))
+    readiness.note_snapshot(snapshot(steps=5, num_running=1))
     assert status(readiness) == "stalled"
     assert readiness.require() is GEOMETRY
-    readiness.note_snapshot(snapshot(steps=6, running=1))
+    readiness.note_snapshot(snapshot(steps=6, num_running=1))
     assert status(readiness) == "ok"
 
 
 def test_no_work_is_no_stall_but_silence_is(readiness: Readiness, clock: Clock) -> None:
     for _ in range(5):
-        readiness.note_snapshot(snapshot(steps=5, running=0))
+        readiness.note_snapshot(snapshot(steps=5, num_running=0))
         clock.now += STALL_S - 1
     assert status(readiness) == "ok"
     clock.now += 2
@@ -77,7 +72,7 @@ def test_no_work_is_no_stall_but_silence_is(readiness: Readiness, clock: Clock) 
 
 
 def test_a_new_scheduler_starts_afresh(readiness: Readiness, clock: Clock) -> None:
-    readiness.note_snapshot(snapshot(steps=5, running=1))
+    readiness.note_snapshot(snapshot(steps=5, num_running=1))
     clock.now += STALL_S + 1
     readiness.scheduler_lost()
     with pytest.raises(ApiError, match="gone"):

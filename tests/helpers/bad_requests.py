@@ -82,11 +82,7 @@ LENGTHS = [
 #: A3, A4, A11: whatever becomes an index.
 INDICES = [
     *_everywhere("bias beyond the vocabulary", f"logit_bias.{VOCAB_SIZE}", logit_bias={"3": 1, str(VOCAB_SIZE): 5}),
-    *(
-        case
-        for key in ("-1", "1e3", " 5", "abc", "5.0", "05", "", "٣", "9" * 40)
-        for case in _everywhere(f"bias for {key[:9]!r}", ANY, logit_bias={key: 1})
-    ),
+    *(case for key in ("-1", "1e3", " 5", "abc", "5.0", "05", "", "٣", "9" * 40) for case in _everywhere(f"bias for {key[:9]!r}", ANY, logit_bias={key: 1})),
     *_everywhere("bias of 101", "logit_bias.5", logit_bias={"5": 101}),
     *_everywhere("bias of -101", "logit_bias.5", logit_bias={"5": -101}),
     *_everywhere("bias as text", "logit_bias", logit_bias={"5": "1"}),

@@ -1,4 +1,4 @@
-"""A server that speaks the API as far as chat clients need it, with scripted replies: no model, no scheduler.
+"""A server that speaks the API as far as the command line's clients need it, with scripted replies: no model, no scheduler.
 
 For what a real server can't be made to do on demand: load for as long as a test wants, ask for a key, refuse, break off.
 It runs in a thread of the test's process; everything it was asked stands in `requests`.
@@ -39,6 +39,8 @@ class FakeOpenAI:
     endless: bool = False  #: says the reply again and again
     refusal: tuple[int, str, str] | None = None  #: status, code, message
     break_after: int | None = None  #: pieces before an error event
+    preemptions: bytes = b'{"now_s":1.0,"decisions":[]}'  #: body of /debug/preemptions
+    limits: list[str] = field(default_factory=list)  #: asked of it
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_disconnects: int = 0
 
@@ -63,6 +65,12 @@ class FakeOpenAI:
         body = await request.json()
         self.requests.append(body)
         return StreamingResponse(self._stream(body), media_type="text/event-stream")
+
+    async def debug_preemptions(self, request: Request) -> Response:
+        self.limits.append(request.query_params.get("limit", ""))
+        if self.refusal is not None:
+            return _error(*self.refusal)
+        return self._denied(request) or Response(self.preemptions, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         return Response((STATIC / "index.html").read_bytes(), media_type="text/html", headers={"Content-Security-Policy": "default-src 'self'"})
@@ -113,6 +121,7 @@ def fake_openai() -> Iterator[FakeOpenAI]:
         Route("/", fake.page),
         Route("/readyz", fake.readyz),
         Route("/v1/models", fake.models),
+        Route("/debug/preemptions", fake.debug_preemptions),
         Route("/v1/chat/completions", fake.chat, methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -28,6 +28,9 @@ from pagemill.messages import (
     DebugState,
     DebugStateQuery,
     DebugStateReply,
+    Decision,
+    DecisionsQuery,
+    DecisionsReply,
     FinishReason,
     FinishRequest,
     FrontendToScheduler,
@@ -38,9 +41,11 @@ from pagemill.messages import (
     SchedulerToFrontend,
     SequenceKey,
     SequenceOutput,
+    StatsSnapshot,
     StepOutput,
     SwapSlotCounts,
     TokenLogprobs,
+    VictimPrice,
     unpack_ids,
 )
 from pagemill.run_directory import socket_address
@@ -97,6 +102,53 @@ def counting(request: AddRequest) -> list[Step]:
     return steps if logprob is None else [replace(step, logprobs=(logprob,)) for step in steps]
 
 
+def decision(number: int = 1, victims: tuple[VictimPrice, ...] = (), **changes: Any) -> Decision:
+    """One decision of the planner: the first request was to grow; who was looked at stands in `victims`."""
+    fields: dict[str, Any] = {
+        "number": number,
+        "at_s": 100.0 + number / 4,
+        "step": 10 * number,
+        "reason": "growth",
+        "request_id": "cmpl-first",
+        "seq_id": 1,
+        "blocks_wanted": 1,
+        "out_bytes_s": 4e9,
+        "in_bytes_s": 3.5e9,
+        "prefill_tok_s": 620.0,
+        "backlog_bytes": 0,
+        "block_bytes": 1_000_000,
+        "swap_slots_left": 40,
+        "victims": list(victims),
+    }
+    return Decision(**(fields | changes))
+
+
+def victim(request_id: str = "cmpl-second", **changes: Any) -> VictimPrice:
+    """A running sequence that was swapped, for it was ten times cheaper."""
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "seq_id": 2,
+        "was_running": True,
+        "blocks": 12,
+        "blocks_to_copy": 4,
+        "tokens": 187,
+        "swap_s": 0.0302,
+        "recompute_s": 0.302,
+        "yielded": True,
+        "kind": "swap",
+        "freed": 4,
+    }
+    return VictimPrice(**(fields | changes))
+
+
+def snapshot(**changes: Any) -> StatsSnapshot:
+    """The numbers of a scheduler that has done nothing, but for `changes`."""
+    fields: dict[str, Any] = dict.fromkeys(StatsSnapshot.__struct_fields__, 0)
+    for name in ("preemptions", "swapped_bytes", "swap_seconds", "resume_seconds", "steps_with_tokens", "step_seconds"):
+        fields[name] = {}
+    return StatsSnapshot(**(fields | {"epoch": 1, "slot_utilization": 1.0} | changes))
+
+
 @dataclass
 class _Live:
     request: AddRequest
@@ -116,6 +168,8 @@ class FakeScheduler:
         self.gate.set()
         self.received: list[FrontendToScheduler] = []
         self.repeat_all = False  #: send every output twice
+        self.decisions: list[Decision] = []  #: answers a query with the newest of these
+        self.answers_queries = True
         self.burst = 1  #: steps that are sent without a pause between them
         self._geometry = SchedulerReady(epoch, max_model_len, block_size, 1000, 0, 64, False)
         self.starts_ready = ready
@@ -210,11 +264,23 @@ class FakeScheduler:
                     self._live[message.key] = _Live(message, script)
             case FinishRequest() | AbortRequest():
                 self._end(message.key)
-            case DebugStateQuery():
-                self._channel.send(DebugStateReply(message.query, self._debug_state()))
+            case DebugStateQuery() | DecisionsQuery():
+                self._note(message)  # first: whoever has the answer may look at once
+                if self.answers_queries:
+                    self._answer(message)
+                return
+        self._note(message)
+
+    def _note(self, message: FrontendToScheduler) -> None:
         with self._changed:
             self.received.append(message)
             self._changed.notify_all()
+
+    def _answer(self, query: DebugStateQuery | DecisionsQuery) -> None:
+        if isinstance(query, DebugStateQuery):
+            self._channel.send(DebugStateReply(query.query, self._debug_state()))
+        else:
+            self._channel.send(DecisionsReply(query.query, 200.0, self.decisions[-query.limit :]))
 
     def _step(self) -> None:
         outputs = tuple(self._outputs())
@@ -252,7 +318,7 @@ class FakeScheduler:
             self._changed.notify_all()
 
     def _debug_state(self) -> DebugState:
-        return DebugState(self.epoch, 1, 0, [], BlockCounts(4, 4, 0, 0), SwapSlotCounts(0, 0, 0, 0), InvariantReport(True, None))
+        return DebugState(self.epoch, 1, 0, [], BlockCounts(4, 4, 0, 0), SwapSlotCounts(8, 1, 2, 5), InvariantReport(True, None))
 
 
 def prompt_ids(request: AddRequest) -> list[int]:
