@@ -1,8 +1,8 @@
 """The whole engine in one process, without sockets or HTTP: the real core drives one worker, real or simulated.
 
-For benchmarks and for tests of what both do together. Every effect is carried out at once, so a step here
-does exactly what a step of the server does, minus the wire. Must not know what kind of worker it has: see
-`offline` for one with a model and `simulation` for one that only counts.
+For benchmarks and for tests of what both do together. The core plans as far ahead as it may, and the worker gets
+plan k+1 when the core has learned what became of plan k: the order of the server, with only the wire missing.
+Must not know what kind of worker it has: see `offline` for one with a model and `simulation` for one that only counts.
 
     key = engine.add(prompt_ids, max_tokens=64)
     engine.run()
@@ -11,13 +11,17 @@ does exactly what a step of the server does, minus the wire. Must not know what 
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from pagemill.keys import prefix_keys, root_key
 from pagemill.messages import (
+    AbortRequest,
     AddRequest,
     Effect,
     Event,
@@ -25,15 +29,19 @@ from pagemill.messages import (
     InstallRow,
     Limits,
     Plan,
+    Preempt,
     RowMissing,
     SamplingParams,
     SchedulerToWorker,
     SequenceKey,
     SequenceOutput,
+    StatsSnapshot,
     StepDone,
     StepOutput,
     TokenLogprobs,
+    TransferDone,
     Turn,
+    VictimKind,
     WorkerToScheduler,
 )
 from scheduler.core import SchedulerCore
@@ -45,10 +53,13 @@ _ROOT = root_key(b"offline", b"", b"")
 
 
 class AnyWorker(Protocol):
-    """What the engine asks of a worker."""
+    """What the engine asks of a worker, real or not."""
 
-    def handle(self, message: SchedulerToWorker) -> WorkerToScheduler | None:
-        """The reply to one message, if it has one."""
+    def handle(self, message: SchedulerToWorker) -> Sequence[WorkerToScheduler]:
+        """The answers to one message, in order; the last one to a plan is its acknowledgement."""
+
+    def poll(self) -> Sequence[TransferDone]:
+        """What has been done in the background."""
 
 
 @dataclass
@@ -68,17 +79,35 @@ class Output:
     def ttft_s(self) -> float:
         return self.token_times[0] - self.added_at
 
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between consecutive tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
+
 
 class Engine:
-    """One core, one worker, one client."""
+    """One core, one worker, one client. `pass_time` lets the clock reach a given time, or less if there may be news before."""
 
-    def __init__(self, core: SchedulerCore, worker: AnyWorker, clock: Callable[[], float], *, check_invariants: bool = False) -> None:
+    def __init__(
+        self, core: SchedulerCore, worker: AnyWorker, clock: Callable[[], float], pass_time: Callable[[float], None], *, check_invariants: bool = False
+    ) -> None:
         self.core, self.worker, self.clock = core, worker, clock
         self.outputs: dict[SequenceKey, Output] = {}
-        self.seconds: dict[str, float] = {}  #: of the worker, by part
+        self.seconds: dict[str, float] = {}  #: of the worker's steps, by part
+        self.core_s = 0.0  #: spent in the core
+        self.copy_s = 0.0  #: spent copying, in the background or not
         self.num_steps = 0
+        self.num_plans_in_flight = 0
+        self.transfers: set[int] = set()  #: ids of those in flight
+        self.snapshot: StatsSnapshot | None = None  #: the newest
+        self._pass_time = pass_time
         self._check_invariants = check_invariants
-        self._reply: StepDone | RowMissing | None = None
+        self._outbox: deque[InstallRow | Plan] = deque()  #: decided by the core, not yet known to the worker
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of all sequences so far."""
+        return sum(output.num_preemptions for output in self.outputs.values())
 
     def add(
         self,
@@ -111,27 +140,50 @@ class Engine:
         )
         return key
 
+    def abort(self, key: SequenceKey) -> None:
+        self._handle(AbortRequest(key))
+
+    def preempt(self, key: SequenceKey, kind: VictimKind, num_blocks: int) -> None:
+        """Makes a running sequence yield that many blocks at the next turn, at most all it can."""
+        self._handle(Preempt(key, kind, num_blocks))
+
     def plan(self) -> bool:
-        """The first half of a step: plans it and lets the worker do it, while the core does not yet know the results."""
-        self._handle(Turn())
-        return self._reply is not None
+        """The first half of a step: plans as far ahead as the core may. False if there is no plan after that."""
+        self._receive(self.worker.poll())
+        while self.num_plans_in_flight < self.core.config.max_plans_in_flight:
+            before = self.num_plans_in_flight
+            self._handle(Turn())
+            if self.num_plans_in_flight == before:
+                break
+        return self.num_plans_in_flight > 0
 
     def apply(self) -> None:
-        """The second half: gives the core the results."""
-        reply, self._reply = self._reply, None
-        if reply is None:
-            raise RuntimeError("no plan is in flight")
-        self.num_steps += 1
-        if isinstance(reply, StepDone):
-            for part, seconds in reply.seconds.items():
-                self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-        self._handle(reply)
+        """The second half: lets the worker carry out the oldest plan and gives the core the results."""
+        num_done = self.num_steps
+        while self.num_steps == num_done:
+            if not self._outbox:
+                raise RuntimeError("no plan is in flight")
+            self._receive(self.worker.handle(self._outbox.popleft()))
 
-    def step(self) -> bool:
-        """One plan and its results. False if there is nothing to do."""
-        if not self.plan():
+    def wait(self, until: float = math.inf) -> None:
+        """Lets time pass until a transfer is done or the clock says `until`."""
+        if not self.transfers and math.isinf(until):
+            raise RuntimeError("nothing is under way that could end")
+        while not (done := self.worker.poll()) and self.clock() < until:
+            self._pass_time(until)
+        self._receive(done)
+
+    def step(self, until: float = math.inf) -> bool:
+        """A plan and its results; or a wait, if only transfers are under way or something is going to happen at `until`.
+
+        False if there is nothing to do and nothing to wait for.
+        """
+        if self.plan():
+            self.apply()
+        elif self.transfers or not math.isinf(until):
+            self.wait(until)
+        else:
             return False
-        self.apply()
         return True
 
     def run(self) -> None:
@@ -151,25 +203,46 @@ class Engine:
         self.run()
         return [self.outputs[key].token_ids for key in keys]
 
+    def _receive(self, messages: Sequence[WorkerToScheduler]) -> None:
+        """Gives the core what the worker said."""
+        for message in messages:
+            if isinstance(message, StepDone | RowMissing):
+                self.num_steps += 1
+                self.num_plans_in_flight -= 1
+                for part, seconds in message.seconds.items() if isinstance(message, StepDone) else ():
+                    self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+            elif isinstance(message, TransferDone):
+                self.transfers.difference_update(message.transfer_ids)
+                self.copy_s += message.seconds
+            else:
+                raise RuntimeError(f"the worker says {message!r} out of turn")
+            self._handle(message)
+
     def _handle(self, event: Event) -> None:
-        effects = self.core.handle(event, self.clock())
+        started = self.clock()
+        effects = self.core.handle(event, started)
+        self.core_s += self.clock() - started
         if self._check_invariants:
             check(self.core)
         for effect in effects:
             self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, InstallRow | Plan):
-            reply = self.worker.handle(effect)
-            if isinstance(reply, StepDone | RowMissing):
-                self._reply = reply
-        elif isinstance(effect, StepOutput):
-            if effect.rejections:
-                raise ValueError(f"the core refused a sequence: {effect.rejections[0]}")
-            for output in effect.outputs:
-                self._receive(output)
+        match effect:
+            case InstallRow() | Plan():
+                self._outbox.append(effect)
+                if isinstance(effect, Plan):
+                    self.num_plans_in_flight += 1
+                    self.transfers.update(transfer.transfer_id for transfer in effect.transfers)
+            case StepOutput():
+                if effect.rejections:
+                    raise ValueError(f"the core refused a sequence: {effect.rejections[0]}")
+                for output in effect.outputs:
+                    self._take(output)
+            case StatsSnapshot():
+                self.snapshot = effect
 
-    def _receive(self, message: SequenceOutput) -> None:
+    def _take(self, message: SequenceOutput) -> None:
         output = self.outputs[message.key]
         if message.first_index != len(output.token_ids):
             raise RuntimeError(f"{message.key}: output {message.first_index} follows {len(output.token_ids)} tokens")

@@ -30,7 +30,10 @@ def run_observed(engine: Engine) -> Occupancy:
     total = Occupancy()
     core = engine.core
     started = engine.clock()
-    while engine.plan():
+    while engine.plan() or engine.transfers:
+        if not engine.num_plans_in_flight:
+            engine.wait()
+            continue
         waste = 1.0 - slot_utilization(core.queues, core.memory)
         num_running, used_blocks = len(core.queues.running), core.memory.pool.num_used
         engine.apply()

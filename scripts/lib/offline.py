@@ -17,6 +17,9 @@ from scripts.lib.engine import GREEDY, Engine, Output
 from workers.loader import Loaded
 from workers.process import Worker
 
+#: A transfer that ends meanwhile is noticed so late.
+LOOK_AGAIN_S = 0.0005
+
 __all__ = ["GREEDY", "OfflineEngine", "Output", "offline_config"]
 
 
@@ -32,6 +35,7 @@ def offline_config(model_path: str, **changes: object) -> WorkerConfig:
         "block_size": 16,
         "num_blocks": 256,
         "kv_cache_bytes": 0,
+        "swap_bytes": 0,
         "max_model_len": 0,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
@@ -44,12 +48,29 @@ def offline_config(model_path: str, **changes: object) -> WorkerConfig:
 
 
 class OfflineEngine(Engine):
-    """The engine with a loaded model. Times are `time.perf_counter()`; `limits` are fields of `CoreConfig`."""
+    """The engine with a loaded model. Times are `time.perf_counter()`; `limits` are fields of `CoreConfig`.
+
+    Pool, swap space and rates are the worker's own unless `limits` say less. One model may serve several engines,
+    one after another.
+    """
 
     def __init__(self, loaded: Loaded, *, check_invariants: bool = False, **limits: object) -> None:
         ready = loaded.ready
-        numbers = {"num_blocks": ready.num_blocks, "block_size": ready.block_size, "max_model_len": ready.max_model_len} | limits
-        core = SchedulerCore(CoreConfig(**numbers))  # type: ignore[arg-type]
-        loaded.runner.rows.clear()
-        worker = Worker(loaded.runner, ready.rank, core.config.epoch)
-        super().__init__(core, worker, time.perf_counter, check_invariants=check_invariants)
+        measured = {
+            "num_blocks": ready.num_blocks,
+            "block_size": ready.block_size,
+            "block_bytes": ready.block_bytes,
+            "max_model_len": ready.max_model_len,
+            "prefill_tok_s": ready.prefill_tok_s,
+            "num_swap_slots": ready.num_swap_slots,
+            "swap_out_bytes_s": ready.swap_out_bytes_s,
+            "swap_in_bytes_s": ready.swap_in_bytes_s,
+        }
+        core = SchedulerCore(CoreConfig(**(measured | limits)))  # type: ignore[arg-type]
+        # To the worker this core is a new scheduler: it forgets the rows and transfers of the engine before.
+        worker = Worker(loaded.runner, ready.rank, core.config.epoch - 1)
+        super().__init__(core, worker, time.perf_counter, _sleep, check_invariants=check_invariants)
+
+
+def _sleep(until: float) -> None:
+    time.sleep(max(0.0, min(until - time.perf_counter(), LOOK_AGAIN_S)))

@@ -7,6 +7,7 @@ benchmark knows stands behind them. Progress for people goes to standard error.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from statistics import median
@@ -39,6 +40,19 @@ def percentiles(values: Sequence[float], ranks: Sequence[int] = (50, 90, 99)) ->
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """The median of ratios, each of two measurements made side by side, so that a busy machine slows both."""
     return median(numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True))
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Two of the values between which the median of what they were drawn from lies, with at least this confidence.
+
+    It assumes nothing about how they are spread: each is above that median with probability one half. Where there
+    are too few of them for such a promise, it is the smallest and the largest.
+    """
+    ordered, count = sorted(values), len(values)
+    skipped, missed = 0, 2 / 2**count  # how many are left out on either side, and how likely the median is among them
+    while (missed := missed + 2 * math.comb(count, skipped + 1) / 2**count) <= 1 - confidence:
+        skipped += 1
+    return ordered[skipped], ordered[count - 1 - skipped]
 
 
 def _print(fields: dict[str, object]) -> None:

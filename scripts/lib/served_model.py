@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from pagemill.config import Dtype, ServeOptions
+from pagemill.arena_file import kept_arena, slot_bytes_for
+from pagemill.config import Dtype, ServeOptions, WorkerConfig
 from pagemill.machine import read_machine
+from pagemill.memory_plan import DTYPE_BYTES
 from pagemill.model_info import read_model_info
 from pagemill.model_store import resolve
 from pagemill.resolve import Model, Secrets, settle
@@ -63,13 +66,23 @@ class ServedModel:
         return f"pagemill {self.dtype}{' deterministic' if self.loaded.ready.deterministic else ''}"
 
 
-def load_model(name: str, **options: object) -> ServedModel:
+def load_model(name: str, *, num_swap_slots: int = 0, **options: object) -> ServedModel:
     """Loads a model with these fields of `ServeOptions`. Raises ModelError, UsageError or ModelRefused with a sentence."""
-    settings = msgspec.convert({"model": name, "log_level": "warning"} | options, ServeOptions)
     found = resolve(name, lambda phase, fraction, detail: None)
     model = Model(found.name, found.path, found.gguf_path, found.fingerprint, read_model_info(found.path))
-    worker = settle(settings, model, read_machine(), Secrets((), (), b""), reads_priority=False).worker
-    served = ServedModel(found.name, worker.dtype, load(worker))
+    worker = _settle(model, options)
+    if num_swap_slots:
+        block_bytes = model.info.kv_bytes_per_token(DTYPE_BYTES[worker.dtype]) * worker.block_size
+        worker = _settle(model, options | {"swap_memory": num_swap_slots * slot_bytes_for(block_bytes)})
+    with kept_arena(worker.swap_bytes) as arena_fd:
+        served = ServedModel(found.name, worker.dtype, load(worker, arena_fd=arena_fd))
     ready = served.loaded.ready
-    note(f"{found.name}: {served.engine}, {ready.num_blocks} blocks of {ready.block_size} tokens, {worker.num_threads} threads")
+    swap = f" and {ready.num_swap_slots} swap slots" if ready.num_swap_slots else ""
+    note(f"{found.name}: {served.engine}, {ready.num_blocks} blocks{swap} of {ready.block_size} tokens, {worker.num_threads} threads")
     return served
+
+
+def _settle(model: Model, options: Mapping[str, object]) -> WorkerConfig:
+    """As the server decides, but without swap space unless it is asked for."""
+    settings = msgspec.convert({"model": model.name, "log_level": "warning", "swap_memory": 0} | options, ServeOptions)
+    return settle(settings, model, read_machine(), Secrets((), (), b""), reads_priority=False).worker

@@ -21,11 +21,11 @@ FIELDS = {"bench": str, "scenario": str, "engine": str, "policy": str, "workload
 def run_bench(name: str, arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurements and the summary it printed, checked for what all benchmarks promise."""
     with capture_logs():  # without it they would go where the lines go, for nothing configures logging here
-        _load(name).main([str(argument) for argument in arguments])
+        load_bench(name).main([str(argument) for argument in arguments])
     return read_lines(capsys.readouterr().out)
 
 
-def _load(name: str) -> Any:
+def load_bench(name: str) -> Any:
     """The script as a module: its file has no suffix, so the loader must be named."""
     spec = spec_from_loader(f"scripts.{name}", SourceFileLoader(f"scripts.{name}", str(SCRIPTS / name)))
     assert spec is not None

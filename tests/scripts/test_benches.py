@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.script import run_bench
+from scripts.lib.pressure import PressureError
+from tests.helpers.script import load_bench, run_bench
 from tests.helpers.tiny_model import tiny_checkpoint
 
 Capture = pytest.CaptureFixture[str]
+
+
+def deterministic_model() -> list[object]:
+    """Arguments for one whose kernels promise equal bits."""
+    return ["--model", tiny_checkpoint("wide-heads"), "--dtype", "float32", "--deterministic"]
 
 
 def test_offline_reports_each_workload_and_its_rate_last(tiny_model: Path, capsys: Capture) -> None:
@@ -103,3 +111,93 @@ def test_scheduler_times_the_core_alone(capsys: Capture) -> None:
     assert [line["workload"] for line in lines] == ["4:20:3", "8:20:3"]
     assert summary["plan_and_encode_ms"].keys() == {"4", "8"}
     assert all(milliseconds > 0 for milliseconds in summary["plan_and_encode_ms"].values())
+
+
+def test_pressure_compares_policies_on_the_same_requests(capsys: Capture) -> None:
+    arguments = ["steady", *deterministic_model(), "--scale", 0.1, "--mix", "6:200:300", "--budget", 25]
+    lines, summary = run_bench("bench_pressure", arguments, capsys)
+    assert [line["policy"] for line in lines] == ["auto", "swap", "recompute", "oracle"]
+    assert [line["num_swap_slots"] > 0 for line in lines] == [True, True, False, False]
+    auto, swap, recompute, oracle = lines
+    assert {line["num_blocks"] for line in lines} == {6}
+    assert all(line["requests"] == 6 for line in lines)
+    assert swap["swapped_bytes"]["in"] > 0
+    assert swap["arena_occupancy"]["most"] > 0
+    assert recompute["swapped_bytes"] == {"out": 0, "in": 0}
+    assert recompute["tokens_recomputed"] > 0
+    assert oracle["preemptions"] == {}
+    assert {kind.split("/")[0] for kind in swap["preemptions"]} == {"swap"}
+    ratios = summary["ratios"]["6:20:30 at 25 %"]
+    assert ratios["auto_over_oracle"] == pytest.approx(auto["output_tok_s"] / oracle["output_tok_s"], rel=1e-3)
+
+
+@pytest.mark.parametrize("scenario", ["bursts", "conversations", "converse", "no-pressure"])
+def test_pressure_scenarios_run_on_a_model_and_are_predicted(scenario: str, tmp_path: Path, capsys: Capture) -> None:
+    arguments = [scenario, *deterministic_model(), "--scale", 0.03, "--policy", "auto"]
+    lines, summary = run_bench("bench_pressure", arguments, capsys)
+    assert "auto" in {line["policy"] for line in lines}
+    assert summary["costs"]["link"]["out_bytes_s"] > 0
+    assert summary["costs"]["step"]["step_s"] >= 0
+    measured = tmp_path / "measured.jsonl"
+    measured.write_text("\n".join(map(json.dumps, [*lines, summary])))
+    predicted, totals = run_bench("simulate", ["--predict", scenario, "--measured", measured], capsys)
+    assert {(line["scenario"], line["policy"]) for line in predicted} == {(line["scenario"], line["policy"]) for line in lines}
+    assert all(line["error"].keys() <= line["figures"].keys() for line in predicted)
+    assert any(line["error"] for line in predicted)
+    assert 0 <= totals["mean_abs_error"] <= totals["worst_abs_error"]
+
+
+PRESSED_PEERS = """
+import json, os, sys
+blocks = int(os.environ.get("PEER_BLOCKS", 0))
+if sys.argv[1] == "converse":
+    print(json.dumps({"peer": "vllm-cpu", "ttft_p50_s": 1.0 if int(sys.argv[6]) else 0.25, "ttft_max_s": 2.0, "arguments": sys.argv[2:]}))
+elif sys.argv[2] == "openvino":
+    sys.exit("no such engine here")
+else:
+    print(json.dumps({"peer": sys.argv[2], "workload": sys.argv[3], "seconds": 1.0, "output_tok_s": float(blocks)}))
+"""
+
+
+def test_pressure_measures_each_peer_by_its_own_figure(tmp_path: Path, capsys: Capture) -> None:
+    peers = tmp_path / "peers.py"
+    peers.write_text(PRESSED_PEERS)
+    common = [*deterministic_model(), "--scale", 0.1, "--policy", "recompute", "--peers", peers]
+    lines, summary = run_bench("bench_pressure", ["steady", "--mix", "4:320:320", "--budget", 100, "--budget", 50, *common], capsys)
+    assert [(line["engine"], line["peer_blocks"]) for line in lines if "peer_blocks" in line] == [("vllm", 8), ("vllm", 4)]  # blocks of 32 tokens
+    assert summary["ratios"]["peer vllm"] == {"4:32:32 at 100 %": 1.0, "4:32:32 at 50 %": 0.5}
+    assert summary["ratios"]["peer openvino"] == {}
+    _, summary = run_bench("bench_pressure", ["converse", *common], capsys)
+    assert summary["ratios"]["peer vllm"] == {"ttft_p50_s_budget": 1.0, "ttft_max_s_budget": 2.0, "ttft_p50_s_unlimited": 0.25, "ttft_max_s_unlimited": 2.0}
+
+
+def test_pressure_fails_loudly_if_policies_draw_different_tokens(capsys: Capture) -> None:
+    check_tokens = load_bench("bench_pressure").check_tokens
+    runs = {("one", "auto"): [SimpleNamespace(outputs=[[1, 2], [3]])], ("one", "swap"): [SimpleNamespace(outputs=[[3], [1, 4]])]}
+    with pytest.raises(PressureError, match="one: 1 of 2 outputs differ between auto and swap, though equal bits are promised"):
+        check_tokens(runs, deterministic=True)
+    check_tokens(runs, deterministic=False)
+    assert "1 of 2 outputs differ between auto and swap" in capsys.readouterr().err
+
+
+def test_a_simulated_gpu_says_where_the_time_goes(capsys: Capture) -> None:
+    arguments = ["--requests", 8, "--input", 256, "--output", 256, "--fitting", 3, "--swap-memory", 1]
+    lines, summary = run_bench("simulate", arguments, capsys)
+    assert [line["policy"] for line in lines] == ["auto", "swap", "recompute", "oracle"]
+    for line in lines:
+        assert sum(line["where"].values()) == pytest.approx(1.0, rel=0.01)
+        assert line["simulated"] is True
+    auto, swap, recompute, oracle = lines
+    assert swap["where"]["recompute"] == oracle["where"]["recompute"] == 0.0
+    assert recompute["where"]["recompute"] > 0.0
+    assert auto["seconds"] <= recompute["seconds"]
+    assert summary["ratios"]["auto_over_oracle"] == pytest.approx(oracle["seconds"] / auto["seconds"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "story"), [("not json", "is nothing that"), ('{"bench": "pressure", "scenario": "summary"}', "no last line"), ("[]", "is nothing that")]
+)
+def test_a_file_that_no_bench_printed_is_refused_in_one_line(text: str, story: str, tmp_path: Path) -> None:
+    (tmp_path / "measured").write_text(text)
+    with pytest.raises(SystemExit, match=story):
+        load_bench("simulate").main(["--predict", "steady", "--measured", str(tmp_path / "measured")])
