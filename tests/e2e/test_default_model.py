@@ -1,7 +1,7 @@
 """What somebody sees who starts the server with the default model and uses the official client.
 
-One server with a small pool, so that 32 streams at once push each other out, and `--deterministic`, so that
-nobody may notice. Its event log must replay to the same effects afterwards.
+One server with a small pool, so that 32 streams at once push each other out to the arena, and `--deterministic`,
+so that nobody may notice. Its event log must replay to the same effects afterwards.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     except ModelError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
     event_log = tmp_path_factory.mktemp("log") / "events"
-    flags = ("--deterministic", "--num-blocks", str(NUM_BLOCKS), "--max-num-batched-tokens", "64", "--check-invariants", "--event-log", str(event_log))
+    flags = ["--deterministic", "--num-blocks", str(NUM_BLOCKS), "--max-num-batched-tokens", "64", "--check-invariants", "--event-log", str(event_log)]
+    flags += ["--preemption", "swap", "--swap-memory", "128MiB"]
     with running_server(*flags, model="smollm2-135m-instruct", timeout_s=240) as server:
         yield Running(server, event_log)
 
@@ -87,10 +88,11 @@ def test_32_streams_at_once_each_equal_their_solo_run_though_the_pool_holds_few_
     together, alone = asyncio.run(main())
     assert together == alone
     metrics = httpx.get(f"{running.server.url}/metrics").text
-    (line,) = [line for line in metrics.splitlines() if line.startswith('pagemill_preemptions_total{kind="recompute"}')]
-    assert float(line.split()[1]) > 0, "the pool was not small enough to prove anything"
+    counted = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("pagemill_"))}
+    assert sum(value for name, value in counted.items() if name.startswith('pagemill_preemptions_total{kind="swap"')) > 0, "the pool was not small enough"
+    assert all(counted[f'pagemill_swapped_bytes_total{{direction="{direction}"}}'] > 0 for direction in ("out", "in"))
     state = httpx.get(f"{running.server.url}/debug/state").json()
-    assert state["blocks"]["used"] == 0
+    assert state["blocks"]["used"] == state["swap_slots"]["held"] == 0
     assert state["invariants"]["ok"]
 
 

@@ -73,6 +73,7 @@ KINDS: dict[str, Config] = {
     "attention-bias": {"attention_bias": True},
     "mlp-bias": {"mlp_bias": True},
     "wide-heads": {"head_dim": 16},
+    "vector-heads": {"head_dim": 32},  # every operation is a compiled kernel
     "no-head-dim": {"head_dim": None},
     "one-kv-head": {"num_key_value_heads": 1},
     "full-kv-heads": {"num_key_value_heads": 8},
