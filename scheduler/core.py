@@ -262,9 +262,7 @@ class SchedulerCore:
 
     def _give_back_unused(self, sequence: Sequence) -> None:
         """What is planned beyond the computed is not going to be: the row has heard of it, so it is installed anew."""
-        for plan in self.plans:
-            for slice_ in plan.slices:
-                slice_.is_void = slice_.is_void or slice_.piece.sequence is sequence
+        self._void_slices(sequence)
         sequence.kv_version += 1
         sequence.num_planned_tokens = sequence.num_pending_tokens = 0
         self.rows.release(sequence, sequence.planned_in)
@@ -317,8 +315,13 @@ class SchedulerCore:
             sequence = slice_.piece.sequence
             if sequence.status is not Status.FINISHED and slice_.counts():
                 self._give_back_unused(sequence)
-            for successor in [other for later in self.plans for other in later.slices if other.piece.sequence is sequence]:
-                successor.is_void = True
+            self._void_slices(sequence)  # also where they do not count any more: what they computed on is not there
+
+    def _void_slices(self, sequence: Sequence) -> None:
+        """A plan was not carried out for this sequence: neither can those be that follow it."""
+        for plan in self.plans:
+            for slice_ in plan.slices:
+                slice_.is_void = slice_.is_void or slice_.piece.sequence is sequence
 
     def _transfer_done(self, done: TransferDone) -> None:
         if done.epoch != self.config.epoch:

@@ -6,8 +6,10 @@ story: what is wrong, and with which block or sequence. Nothing here mutates.
 
 from __future__ import annotations
 
+from typing import cast
+
 from kvstore.block_table import blocks_for
-from kvstore.id_pool import IdPool
+from kvstore.id_pool import Id, IdPool
 from pagemill.messages import NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
 from scheduler.core import SchedulerCore
 from scheduler.sequence import Sequence, Status
@@ -78,10 +80,11 @@ def _check_tables(core: SchedulerCore, sequence: Sequence) -> None:
     for group, table in enumerate(sequence.tables):
         wanted = blocks_for(reached, core.config.block_size)
         _require(len(table) == wanted, "{!r} holds {} blocks for {} positions", sequence, len(table), reached)
-        present = [block for block in table if block != NONE]
-        _require(len(set(present)) == len(present), "{!r} names a block twice", sequence)
-        num_absent += len(table) - len(present)
-        away = {index for index, block in enumerate(table) if block == NONE or (group, index) in sequence.arriving}
+        away = {index for index, block in enumerate(table.ids) if block == NONE} if NONE in table.ids else set()
+        num_absent += len(away)
+        num_present = len(set(table.ids)) - bool(away)
+        _require(num_present == len(table) - len(away), "{!r} names a block twice", sequence)
+        away |= {index for in_group, index in sequence.arriving if in_group == group}
         _require(away == set(sequence.slots[group]), "{!r}: entries {} are away, slots are held for {}", sequence, away, sequence.slots[group])
     _require(sequence.num_absent == num_absent, "{!r} counts {} absent entries, there are {}", sequence, sequence.num_absent, num_absent)
 
@@ -100,12 +103,7 @@ def _check_blocks(core: SchedulerCore) -> None:
     for number in pool.copied():
         references[number] += 1
     places = _places(pool)
-    for number, (count, place) in enumerate(zip(references, places, strict=True)):
-        block = BlockId(number)
-        _require(pool.count(block) == count, "block {} counts {} references, there are {}", block, pool.count(block), count)
-        _require((count > 0) == (place == "referenced"), "block {} is {} with {} references", block, place, count)
-        _require(place != "cached" or block in pool.index, "block {} is cached without a key", block)
-        _require(place != "free" or block not in pool.index, "block {} is free with a key", block)
+    _check_places(pool, references, places)
     _require(pool.weak_counts() == weak, "weak references are counted wrongly")
     num_reclaimable = sum(0 < count == loose for count, loose in zip(references, weak, strict=True))
     _require(pool.num_reclaimable == num_reclaimable, "{} blocks are said to be reclaimable, {} are", pool.num_reclaimable, num_reclaimable)
@@ -113,6 +111,21 @@ def _check_blocks(core: SchedulerCore) -> None:
     _require(pool.num_leaving == 0, "blocks are still leaving though the plan is complete")
     idle = not core.plans and not len(core.swapping.transfers)
     _require(not idle or pool.num_fenced == 0, "blocks stay behind a fence though nothing is in flight")
+
+
+def _check_places(pool: IdPool[Id], references: list[int], places: list[str]) -> None:
+    """Each id is counted as often as it is referred to, and what its place says fits its count and its key."""
+    noun, indexed = pool.NOUN, set(pool.index.entries().values())
+    for number, (count, place) in enumerate(zip(references, places, strict=True)):
+        one = cast(Id, number)
+        if pool.count(one) != count:
+            raise InvariantError(f"{noun} {one} counts {pool.count(one)} references, there are {count}")
+        if (count > 0) != (place == "referenced"):
+            raise InvariantError(f"{noun} {one} is {place} with {count} references")
+        if place == "cached" and one not in indexed:
+            raise InvariantError(f"{noun} {one} is cached without a key")
+        if place == "free" and one in indexed:
+            raise InvariantError(f"{noun} {one} is free with a key")
 
 
 def _check_slots(core: SchedulerCore) -> None:
@@ -125,12 +138,7 @@ def _check_slots(core: SchedulerCore) -> None:
     transfers = core.swapping.transfers.in_flight()
     for transfer in transfers:
         references[transfer.slot] += 1
-    for number, (count, place) in enumerate(zip(references, _places(swap), strict=True)):
-        slot = SwapSlotId(number)
-        _require(swap.count(slot) == count, "swap slot {} counts {} references, there are {}", slot, swap.count(slot), count)
-        _require((count > 0) == (place == "referenced"), "swap slot {} is {} with {} references", slot, place, count)
-        _require(place != "cached" or slot in swap.index, "swap slot {} is cached without a key", slot)
-        _require(place != "free" or slot not in swap.index, "swap slot {} is free with a key", slot)
+    _check_places(swap, references, _places(swap))
     writers = {transfer.slot: transfer.transfer_id for transfer in transfers if transfer.direction == "out"}
     _require(swap.filling() == writers, "filling slots {} are not those being written {}", swap.filling(), writers)
 

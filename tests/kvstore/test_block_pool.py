@@ -131,3 +131,102 @@ def test_any_sequence_of_operations_keeps_every_block_in_one_place(seed: int) ->
         found = pool.places()
         assert [name == "referenced" for name in found] == [held.count(BlockId(block)) > 0 for block in range(pool.num_blocks)]
         assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks
+
+
+# --- weak references ---------------------------------------------------------------------------------------
+
+
+def test_a_block_is_reclaimable_while_only_weak_references_are_left() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    pool.weaken(block)
+    assert (pool.num_reclaimable, pool.num_strong(block), pool.num_obtainable) == (1, 0, 1), "held all the same"
+    pool.reference(block)
+    assert (pool.num_reclaimable, pool.num_strong(block)) == (0, 1)
+    pool.release(block)
+    assert pool.num_reclaimable == 1
+    pool.strengthen(block)
+    assert (pool.num_reclaimable, pool.num_strong(block)) == (0, 1)
+    pool.release(block)
+    assert pool.num_free == 2
+
+
+def test_a_weak_reference_cannot_be_given_back_as_a_strong_one() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.weaken(block)
+    for give_back in (pool.release, lambda block: pool.leave(block, 1)):
+        with pytest.raises(ValueError, match="twice"):
+            give_back(block)
+    pool.strengthen(block)
+    with pytest.raises(ValueError, match="no weak reference"):
+        pool.strengthen(block)
+
+
+# --- blocks that are being copied out ----------------------------------------------------------------------
+
+
+def leaving(key: bytes | None = None) -> tuple[BlockPool, BlockId]:
+    """A pool of one block, which is being copied out by transfer 7 of the plan being built."""
+    pool = BlockPool(1)
+    block = pool.allocate()
+    if key is not None:
+        pool.index.insert(key, block)
+    assert pool.leave(block, 7)
+    return pool, block
+
+
+def test_a_leaving_block_may_be_handed_out_in_the_plan_that_copies_it() -> None:
+    pool, block = leaving(b"k")
+    assert (pool.num_obtainable, pool.num_leaving, pool.num_used) == (1, 1, 1)
+    assert pool.take_leaving() == (block, 7)
+    assert (pool.index.find(b"k"), pool.count(block), pool.take_leaving()) == (None, 1, None)
+    pool.close_plan()
+    pool.departed(block, 7)
+    assert pool.count(block) == 1, "the copy is done, but somebody else has the block by now"
+
+
+@pytest.mark.parametrize("key", [None, b"k"])
+def test_a_leaving_block_that_nobody_took_waits_for_its_copy(key: bytes | None) -> None:
+    pool, block = leaving(key)
+    pool.close_plan()
+    assert (pool.num_obtainable, pool.num_fenced, places(pool)["fenced"]) == (0, 1, 1)
+    pool.departed(block, 6)
+    assert pool.num_obtainable == 0, "that was another copy"
+    pool.departed(block, 7)
+    assert (pool.num_obtainable, pool.num_cached) == (1, int(key is not None))
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_leaving_block_that_is_wanted_again_is_not_overwritten_before_its_copy_is_done(closed: bool) -> None:
+    pool, block = leaving(b"k")
+    if closed:
+        pool.close_plan()
+    pool.reference(block)
+    assert (pool.count(block), pool.copied(), pool.num_leaving) == (2, {block: 7}, 0)
+    pool.release(block)
+    assert pool.num_obtainable == 0
+    pool.departed(block, 7)
+    assert (pool.num_cached, pool.copied()) == (1, {})
+
+
+def test_a_shared_block_that_one_gives_up_is_held_by_the_copy_and_by_the_other() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.reference(block)
+    assert not pool.leave(block, 7)
+    assert (pool.count(block), pool.num_leaving, pool.copied()) == (2, 0, {block: 7})
+    pool.release(block)
+    assert pool.num_obtainable == 0
+    pool.departed(block, 7)
+    assert pool.num_free == 1
+
+
+def test_a_cached_block_leaves_before_it_is_overwritten() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.index.insert(b"k", block)
+    pool.release(block)
+    pool.leave_cached(block, 3)
+    assert (pool.num_cached, pool.num_obtainable) == (0, 1)
+    assert pool.take_leaving() == (block, 3)

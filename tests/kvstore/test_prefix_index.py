@@ -9,7 +9,7 @@ from pagemill.messages import BlockId
 
 
 def test_the_first_block_of_a_key_wins() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex[BlockId]()
     assert index.insert(b"k", BlockId(1))
     assert not index.insert(b"k", BlockId(2))
     assert index.find(b"k") == 1
@@ -17,14 +17,14 @@ def test_the_first_block_of_a_key_wins() -> None:
 
 
 def test_a_block_stands_for_one_prefix_only() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex[BlockId]()
     index.insert(b"k", BlockId(1))
     with pytest.raises(ValueError, match="another prefix"):
         index.insert(b"l", BlockId(1))
 
 
 def test_a_run_ends_at_the_first_key_without_a_block() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex[BlockId]()
     for number, key in enumerate((b"a", b"b", b"d")):
         index.insert(key, BlockId(number))
     assert index.find_run([b"a", b"b", b"c", b"d"]) == [0, 1]
@@ -32,7 +32,7 @@ def test_a_run_ends_at_the_first_key_without_a_block() -> None:
 
 
 def test_removing_forgets_both_directions_and_is_idempotent() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex[BlockId]()
     index.insert(b"k", BlockId(1))
     index.remove(BlockId(1))
     index.remove(BlockId(1))

@@ -141,6 +141,7 @@ def test_the_first_running_one_gets_its_blocks_even_if_those_behind_hold_only_sh
     _, first, second, third = core.queues.waiting
     for sequence in (first, second, third):
         core.queues.move(sequence, Status.RUNNING)
+        core.memory.tighten(sequence)
     assert core.memory.extend(first, 4)
     assert core.memory.extend(second, 16)
     for block in list(second.tables[0])[:3]:

@@ -27,8 +27,15 @@ def expected(tokens: list[int], max_tokens: int, longest: int = 1000) -> list[in
 
 def manual_driver(**numbers: object) -> CoreDriver:
     """One seat, and copies are done only when the test says so."""
-    defaults = {"num_blocks": 20, "block_size": 4, "num_swap_slots": 16, "prefill_tok_s": SLOW_PREFILL, "max_num_seqs": 1, "scheduling_policy": "priority"}
-    driver = CoreDriver(**defaults | numbers)
+    defaults: dict[str, object] = {
+        "num_blocks": 20,
+        "block_size": 4,
+        "num_swap_slots": 16,
+        "prefill_tok_s": SLOW_PREFILL,
+        "max_num_seqs": 1,
+        "scheduling_policy": "priority",
+    }
+    driver = CoreDriver(None, **defaults | numbers)
     driver.auto_transfers = False
     return driver
 
@@ -133,6 +140,30 @@ def test_blocks_that_a_running_sequence_shares_stay() -> None:
     assert places(driver, first) == "dddd"
     finish_all(driver)
     assert driver.outputs[second] == expected([*prompt(8), *prompt(5, stem=2)], 20)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_a_running_sequence_refers_to_is_never_asked_for(shared: bool) -> None:
+    driver = manual_driver(max_num_seqs=2)
+    start(driver, prompt(13))
+    second = start(driver, [*prompt(8), *prompt(5, stem=2)])
+    preempt(driver, second, "keep")
+    tail = driver.core.swapping.tail(sequence_of(driver, second), 100, {}, shared=shared)
+    assert (tail.entries, tail.num_freed) == ([(3, 0), (2, 0)], 2)
+
+
+def test_what_two_that_do_not_run_share_is_given_up_only_when_both_are_asked_for_it() -> None:
+    driver = manual_driver(max_num_seqs=2)
+    keys = [start(driver, [*prompt(8), *prompt(5, stem)]) for stem in (2, 3)]
+    for key in keys:
+        preempt(driver, key, "keep")
+        while driver.answer():
+            pass
+    sequence, tail = sequence_of(driver, keys[1]), driver.core.swapping.tail
+    assert tail(sequence, 100, {}).entries == [(3, 0), (2, 0)]
+    assert tail(sequence, 100, {}, shared=True).entries == [(3, 0), (2, 0), (1, 0), (0, 0)]
+    assert tail(sequence, 100, {}, shared=True).num_freed == 2
+    assert tail(sequence, 100, dict.fromkeys(sequence.tables[0])).entries == [], "nor what the needy one is going to adopt"
 
 
 def test_what_came_back_leaves_a_clean_copy_that_is_not_copied_again() -> None:
@@ -366,6 +397,26 @@ def test_early_copies_are_made_only_below_the_low_water_mark(num_blocks: int, co
     start(driver, prompt(14, stem=1), max_tokens=4)
     driver.run()
     assert (early_copies(driver) > 0) == copies
+
+
+def test_early_copies_keep_to_the_budget_of_the_link() -> None:
+    driver = manual_driver(num_blocks=7, num_swap_slots=32, max_num_seqs=2, swap_out_bytes_s=1.0)
+    start(driver, prompt(6), max_tokens=20)
+    start(driver, prompt(14, stem=1), max_tokens=20, steps=6)
+    assert len(driver.core.swapping.transfers) == 1
+
+
+def test_a_block_is_not_overwritten_while_its_early_copy_is_under_way() -> None:
+    driver = manual_driver(num_blocks=6, num_swap_slots=32)
+    start(driver, prompt(14), max_tokens=1)
+    driver.turn()
+    early = [transfer.from_id for plan in driver.plans for transfer in plan.transfers]
+    assert early, "blocks that nobody refers to are saved before they are wanted"
+    pool = driver.core.memory.pool
+    taken = [pool.allocate() for _ in range(pool.num_obtainable)]
+    assert not {*early} & {*taken}
+    for block in taken:
+        pool.release(block)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 64])

@@ -1,0 +1,107 @@
+"""The state of a scheduler core without its accidents: two cores of one key behave alike from here on.
+
+Blocks, slots, plans and transfers are renamed in the order in which they are met, and what only the workers see
+(rows, what they were sent) or only people do (counters, decisions, prices of the past) is left out. Time is
+left out too, so a core is only comparable in this way while its patience is out of play (see `model_check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from kvstore.id_pool import IdPool
+from pagemill.messages import NO_PLAN, NONE
+from scheduler.core import SchedulerCore
+from scheduler.sequence import Sequence
+
+#: More preemptions of one sequence make no difference to the planner.
+_MANY_PREEMPTIONS = 3
+
+
+def state_key(core: SchedulerCore) -> bytes:
+    """Equal for states that differ only in names and in the past."""
+    return blake2b(_encode(list(_parts(core))), digest_size=12).digest()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Names:
+    """Numbers in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+
+    def __call__(self, number: int) -> int:
+        return -1 if number == NONE else self.of.setdefault(number, len(self.of))
+
+
+def _parts(core: SchedulerCore) -> Iterator[Any]:
+    blocks, slots, transfers = _Names(), _Names(), _Names()
+    memory, swapping = core.memory, core.swapping
+    next_plan = core._next_plan_id
+    yield core._next_seq_id
+    for sequence in core.queues:
+        yield _sequence(sequence, blocks, slots, transfers, next_plan)
+    for plan in core.plans:
+        yield [plan.plan_id - next_plan, plan.ranks_left]
+        for slice_ in plan.slices:
+            piece = slice_.piece
+            if piece.sequence.key not in core.sequences:
+                continue  # whatever is answered is dropped; what it holds back is a fence
+            after = piece.after_plan - next_plan if piece.after_plan != NO_PLAN else 0
+            yield [piece.sequence.seq_id, piece.start, piece.num_tokens, piece.sample, after, slice_.counts(), slice_.is_void]
+    for transfer in swapping.transfers.in_flight():
+        owner = transfer.sequence.seq_id if transfer.sequence is not None else 0
+        is_wanted = transfer.sequence is not None and transfer.sequence.arriving.get((transfer.group, transfer.index)) == transfer.transfer_id
+        yield [
+            transfers(transfer.transfer_id),
+            transfer.direction,
+            blocks(transfer.block),
+            slots(transfer.slot),
+            transfer.holds_block,
+            transfer.needed_by == NO_PLAN,
+            transfer.ranks_left,
+            transfer.ok,
+            [owner, transfer.group, transfer.index] if is_wanted else 0,
+        ]
+    yield sorted((key, sequence.seq_id) for key, sequence in memory.announced().items())
+    yield list(_pool(memory.pool, blocks, next_plan))
+    yield [[blocks(block), transfers(number)] for block, number in memory.pool._departing.items()]
+    yield [[blocks(block), transfers(number)] for block, number in memory.pool._copied.items()]
+    yield [memory.pool.num_strong(block) for block in blocks.of]  # type: ignore[arg-type]
+    yield list(_pool(swapping.swap, slots, next_plan))
+    yield [[slots(slot), transfers(number)] for slot, number in swapping.swap.filling().items()]
+
+
+def _sequence(sequence: Sequence, blocks: _Names, slots: _Names, transfers: _Names, next_plan: int) -> list[Any]:
+    return [
+        sequence.seq_id,
+        sequence.status.value,
+        sequence.num_tokens,
+        sequence.num_computed_tokens,
+        sequence.num_planned_tokens,
+        sequence.num_pending_tokens,
+        sequence.planned_in - next_plan if sequence.planned_in != NO_PLAN else 0,
+        sequence.drawn_in - next_plan if sequence.num_pending_tokens else 0,
+        sequence.holds_weakly,
+        sequence.row == NONE,
+        0 if sequence.is_cacheable else sequence.num_highest_computed,
+        min(sequence.num_preemptions, _MANY_PREEMPTIONS),
+        [[blocks(block) for block in table] for table in sequence.tables],
+        [[[index, slots(slot)] for index, slot in held.items()] for held in sequence.slots],
+        sorted((place, transfers(number)) for place, number in sequence.arriving.items()),
+    ]
+
+
+def _pool(pool: IdPool[Any], names: _Names, next_plan: int) -> Iterator[Any]:
+    """Free ones are as good as each other; cached and fenced ones come in their order."""
+    yield len(pool._free)
+    yield [names(number) for number in pool._cached]
+    yield [[names(number), fence - next_plan] for number, fence in pool._fenced.items()]
+    keys: Mapping[int, bytes] = {number: key for key, number in pool.index.entries().items()}
+    yield [[pool.count(number), keys.get(number, b"")] for number in names.of]

@@ -1,0 +1,100 @@
+"""Every state of small worlds, explored: the laws hold in all of them, and a planted fault is found.
+
+`scripts/model_check` explores larger ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pagemill.messages import AbortRequest, Preempt, SequenceKey, Turn
+from scheduler.core import SchedulerCore
+from scripts.lib.core_snapshot import Snapshot
+from scripts.lib.core_state import state_key
+from scripts.lib.model_check import Explorer, LawBroken, World
+from scripts.lib.model_worlds import suite_worlds
+
+WORLDS = {world.name: world for world in suite_worlds()}
+GROW = WORLDS["grow"]
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
+def test_no_state_is_dead_or_out_of_balance_and_no_run_is_endless(world: World) -> None:
+    report = Explorer(world).explore()
+    assert report.is_complete
+    assert report.num_transitions > report.num_states > 1000
+    assert report.num_final > 0
+    assert min(report.chosen.get(name, 0) for name in ("swap", "recompute", "fetch a prefix", "compute a prefix")) > 0
+
+
+def _head_without_claim_on_idle_blocks(core: SchedulerCore) -> None:
+    core.preemption._holders = lambda needy: []  # type: ignore[method-assign]
+
+
+def _blocks_of_the_aborted_stay(core: SchedulerCore) -> None:
+    core.memory.release = lambda sequence, fence: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("plant", "story"),
+    [
+        (_head_without_claim_on_idle_blocks, "nothing can happen any more"),
+        (_blocks_of_the_aborted_stay, "references"),
+    ],
+)
+def test_a_planted_fault_is_found_and_told_with_the_way_there(plant: Callable[[SchedulerCore], None], story: str) -> None:
+    explorer = Explorer(GROW)
+    plant(explorer.core)
+    with pytest.raises(LawBroken, match=story) as broken:
+        explorer.explore()
+    assert "arrive 0 → " in str(broken.value)
+
+
+def test_a_run_that_never_gets_anywhere_is_found() -> None:
+    """Who has computed a position gives it up in the next turn: there is always something to do, and it never ends."""
+    config = msgspec.structs.replace(GROW.config, max_num_batched_tokens=1)
+    explorer = Explorer(replace(GROW, requests=(replace(GROW.requests[1], is_cached=False),), config=config))
+    planner, queues, begin = explorer.core.preemption, explorer.core.queues, explorer.core.preemption.begin
+
+    def begin_with_a_preemption(now: float, step: int) -> None:
+        begin(now, step)
+        for sequence in list(queues.running):
+            planner.force(Preempt(sequence.key, "recompute", 100), sequence)
+
+    planner.begin = begin_with_a_preemption  # type: ignore[method-assign]
+    with pytest.raises(LawBroken, match=r"states are dead|lie on or behind a cycle"):
+        explorer.explore(5000)
+
+
+def test_a_snapshot_takes_the_core_back_whatever_happened_since() -> None:
+    core = SchedulerCore(GROW.config)
+    for number in range(3):
+        core.handle(GROW.event(number), 0.0)
+    core.handle(Turn(), 0.0)
+    snapshot, key = Snapshot(core), state_key(core)
+    seen = {key}
+    for request in range(3):
+        core.handle(AbortRequest(SequenceKey(0, 1, request, 0)), 0.0)
+        seen.add(state_key(core))
+    assert len(seen) == 4, "each abort is another state"
+    snapshot.restore()
+    assert state_key(core) == key
+
+
+def test_states_that_differ_in_names_and_past_only_are_one() -> None:
+    keys = []
+    for num_before in (0, 2):
+        core = SchedulerCore(GROW.config)
+        for _ in range(num_before):  # takes blocks, rows and plan numbers out of their first order
+            for block in [core.memory.pool.allocate() for _ in range(3)]:
+                core.memory.pool.release(block)
+            core._next_plan_id += 5
+        for number in range(2):
+            core.handle(GROW.event(number), 0.0)
+        core.handle(Turn(), 0.0)
+        keys.append(state_key(core))
+    assert keys[0] == keys[1]
