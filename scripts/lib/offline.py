@@ -1,9 +1,9 @@
 """The engine with a real model: `Engine` driven by a worker that is loaded as the worker process loads it.
 
-    engine = OfflineEngine(load(worker_config), max_num_batched_tokens=512)
-    key = engine.add(prompt_ids, max_tokens=64)
-    engine.run()
-    engine.outputs[key].token_ids
+engine = OfflineEngine(load(worker_config), max_num_batched_tokens=512)
+key = engine.add(prompt_ids, max_tokens=64)
+engine.run()
+engine.outputs[key].token_ids
 """
 
 from __future__ import annotations

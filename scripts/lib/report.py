@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 
 
-def emit(
-    *, bench: str, scenario: str, engine: str, policy: str, workload: str, seed: int, seconds: float, output_tok_s: float, **more: object
-) -> None:
+def emit(*, bench: str, scenario: str, engine: str, policy: str, workload: str, seed: int, seconds: float, output_tok_s: float, **more: object) -> None:
     """Prints one measurement. `workload` is n:in:out where every request is alike; `seconds` is wall clock unless `simulated`."""
     fields = {"bench": bench, "scenario": scenario, "engine": engine, "policy": policy, "workload": workload, "seed": seed}
     _print(fields | {"seconds": seconds, "output_tok_s": output_tok_s} | more)

@@ -42,9 +42,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--model, --dtype, --deterministic and --seed."""
     parser.add_argument("--model", default=ServeOptions().model, help="as for `pagemill serve` (default: %(default)s)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(default: %(default)s, as the server decides)")
-    parser.add_argument(
-        "--deterministic", action=argparse.BooleanOptionalAction, help="bit-equal tokens whatever the batch (default: as the server decides)"
-    )
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="bit-equal tokens whatever the batch (default: as the server decides)")
     parser.add_argument("--seed", type=int, default=1, help="of the random prompts (default: %(default)s)")
 
 

@@ -35,9 +35,7 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
 def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=12, temperature=0)
     text, reasons, usage = "", [], None
-    for chunk in client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
-    ):
+    for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
             text += choice.delta.content or ""
             reasons.append(choice.finish_reason)

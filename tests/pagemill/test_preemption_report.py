@@ -109,8 +109,7 @@ def test_the_summary_counts_by_kind_and_reason_and_gives_the_bytes() -> None:
         decision(4, (victim(kind="keep", freed=0),), reason="seat"),
     ]
     report = PreemptionReport(
-        200.0,
-        made, {"swap/growth": 1200, "swap/start": 34, "recompute/growth": 5, "keep/seat": 0}, {"out": 4_096_000, "in": 500}, {"out": 0.001, "in": 0.0}
+        200.0, made, {"swap/growth": 1200, "swap/start": 34, "recompute/growth": 5, "keep/seat": 0}, {"out": 4_096_000, "in": 500}, {"out": 0.001, "in": 0.0}
     )
     assert [line.text for line in summary(report)] == [
         "4 decisions (growth 2, start 1, seat 1).",

@@ -51,7 +51,13 @@ def test_what_it_has_cost_so_far_stands_beside_the_decisions(frontend: RunningFr
     numbers = snapshot(preemptions={"swap/growth": 4}, swapped_bytes={"out": 4096, "in": 1024}, swap_seconds={"out": 0.5, "in": 0.125})
     frontend.call_soon(lambda: frontend.services.metrics.snapshot(numbers))
     report = frontend.client.get(PATH).json()
-    assert report == {"now_s": 200.0, "decisions": [], "preemptions": {"swap/growth": 4}, "swapped_bytes": {"out": 4096, "in": 1024}, "swap_seconds": {"out": 0.5, "in": 0.125}}
+    assert report == {
+        "now_s": 200.0,
+        "decisions": [],
+        "preemptions": {"swap/growth": 4},
+        "swapped_bytes": {"out": 4096, "in": 1024},
+        "swap_seconds": {"out": 0.5, "in": 0.125},
+    }
 
 
 def test_it_answers_this_machine_under_its_own_name_or_an_admin_key(frontend: RunningFrontend) -> None:
