@@ -460,7 +460,7 @@ class StepDone(Message):
     rank: int
     plan_id: PlanId
     results: tuple[RowResult, ...]
-    seconds: dict[str, float]  #: by part: prepare, forward, sample
+    seconds: dict[str, float]  #: by part: swap_wait (copies its forward waited for), prepare, forward, sample
 
 
 class TransferDone(Message):
