@@ -76,6 +76,7 @@ class SchedulerCore:
         self.rows = Rows(self.config.epoch, self.config.num_groups)
         self.preemption = Preemption(self.config, self.queues, self.memory, self.swapping, self.prefill, self._on_preempted)
         self.preemption.on_resumed = self.counters.count_resume
+        self.swapping.on_lost = self._on_lost
         self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.swapping, self.preemption)
         self.sequences: dict[SequenceKey, Sequence] = {}  #: every live one, by its name
         self.plans: list[PlanInFlight] = []  #: oldest first
@@ -220,6 +221,11 @@ class SchedulerCore:
     def _on_preempted(self, sequence: Sequence) -> None:
         self.steps.forget(sequence)
         self.rows.release(sequence, sequence.planned_in)
+
+    def _on_lost(self, sequence: Sequence) -> None:
+        """A copy that a forward waited for has failed: what the sequence computed on it means nothing."""
+        self._void_slices(sequence)
+        self.preemption.stop(sequence)
 
     # --- workers ---------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def _check_sequences(core: SchedulerCore) -> None:
         _require(sequence.num_output_tokens < sequence.limits.max_tokens, "{!r} should have ended", sequence)
         _check_tables(core, sequence)
         if sequence.status is Status.RUNNING:
-            _require(sequence.is_present and not sequence.holds_weakly, "{!r} runs without all its KV", sequence)
+            _require(not sequence.num_absent and not sequence.holds_weakly, "{!r} runs without all its KV", sequence)
         else:
             _require(sequence.holds_weakly and sequence.row == NO_ROW, "{!r} does not run, yet it has a row or strong references", sequence)
 
@@ -153,7 +153,8 @@ def _check_transfers(core: SchedulerCore) -> None:
     blocks_written = [transfer.block for transfer in in_flight if transfer.direction == "in"]
     _require(len(set(blocks_written)) == len(blocks_written), "a block is brought in twice at once")
     running = {number for sequence in core.queues.running for table in sequence.tables for number in table.ids}
-    _require(not running & set(blocks_written), "a running sequence uses a block that is still arriving")
+    too_late = {transfer.block for transfer in in_flight if transfer.direction == "in" and transfer.needed_by == NO_PLAN}
+    _require(not running & too_late, "a running sequence uses a block that is still arriving, and no forward waits for it")
     for direction in ("out", "in"):
         background = sum(transfer.direction == direction and transfer.needed_by == NO_PLAN for transfer in in_flight)
         _require(transfers.num_background(direction) == background, "transfers in the background are counted wrongly")

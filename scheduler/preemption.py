@@ -128,7 +128,7 @@ class Preemption:
     def force(self, order: Preempt, sequence: Sequence) -> None:
         """Makes a running sequence yield, whoever needs it."""
         offer, num_slots = self._offer(sequence, order.num_blocks, {}), self._swapping.swap.num_obtainable
-        self._stop(sequence)
+        self.stop(sequence)
         if offer.tail.entries:
             kind: VictimKind = "swap" if order.kind == "swap" and offer.swap_s is not None else "recompute"
             self._give_up(offer, "keep" if order.kind == "keep" else kind)
@@ -200,7 +200,7 @@ class Preemption:
             looked_at |= {offer.sequence.seq_id: offer for offer in offers}
             victims.remove(chosen.sequence)
             holders.insert(0, chosen.sequence)
-            self._stop(chosen.sequence)
+            self.stop(chosen.sequence)
             self._ask(self._offer(chosen.sequence, missing, keep, was_running=True), looked_at)
         for holder in holders:  # what several of them share is freed only when the last one gives it up
             missing = num_blocks - pool.num_obtainable
@@ -247,12 +247,12 @@ class Preemption:
 
     def _take_seat(self, needy: Sequence, victim: Sequence) -> None:
         offer = self._offer(victim, 0, {})
-        self._stop(victim)
+        self.stop(victim)
         offer.yielded = True
         self._record(needy, "seat", 0, [offer], self._swapping.swap.num_obtainable)
 
-    def _stop(self, victim: Sequence) -> None:
-        """It keeps its blocks for now, but weakly."""
+    def stop(self, victim: Sequence) -> None:
+        """A running sequence yields. It keeps its blocks for now, but weakly."""
         self._queues.move(victim, Status.PREEMPTED)
         self._on_preempted(victim)
         self._memory.loosen(victim)

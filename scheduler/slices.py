@@ -101,8 +101,8 @@ class StepBuilder:
         if candidate.planned_in != NO_PLAN:
             return True  # what became of its last slices is not known yet
         memory, swapping = self._memory, self._swapping
-        first_blocks = swapping.transfers.budget("in") if candidate.num_absent else memory.blocks_for(self._tokens_left)
-        if not self._preemption.make_room(candidate, max(1, first_blocks)):
+        first_blocks = swapping.num_first_blocks(candidate) if candidate.num_absent else memory.blocks_for(self._tokens_left)
+        if not self._preemption.make_room(candidate, first_blocks):
             return False
         memory.adopt_prefix(candidate)
         swapping.adopt(candidate)

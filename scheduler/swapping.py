@@ -1,7 +1,7 @@
 """Swapping: how the KV of one sequence gets to the arena and back, block by block.
 
     give_up     a sequence that does not run frees blocks, last ones first: copied out, or dropped to be computed again
-    bring_in    its blocks come back, first ones first, within the link's budget
+    bring_in    its blocks come back: at once if that takes little of a step, else beside the forwards, first ones first
     adopt       a prefix that the arena still has is taken over, if fetching it is cheaper than computing it
     copy_early  while blocks run short, clean copies are made of what will have to go next
 
@@ -13,7 +13,7 @@ much, and which way, is decided in `preemption`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.swap_space import SwapSpace
@@ -26,6 +26,8 @@ from scheduler.transfers import TransferInFlight, Transfers
 
 #: How often a cached block that is copied before it is overwritten is expected to be wanted again.
 _HITS_EXPECTED = 1 / 4
+#: A sequence whose copies take no more than this share of a step runs in the very next one, whose forward waits for them.
+_HURRY_SHARE = 0.2
 #: The low-water mark of free blocks: a share of the pool, within these bounds. Each plan looks at no more blocks than that.
 _LOW_WATER_SHARE = 1 / 16
 _LOW_WATER = (4, 64)
@@ -54,6 +56,8 @@ class Swapping:
         self.num_moved_tokens = 0
         self.num_early_copies = 0
         self.num_arena_hit_tokens = 0
+        #: Told of a running sequence that computes on what has not come; it must have stopped afterwards.
+        self.on_lost: Callable[[Sequence], None] = lambda sequence: None
         self._prefill = prefill
         self._always_fetch = config.preemption == "swap"
         self._block_bytes, self._block_size = config.block_bytes, config.block_size
@@ -188,17 +192,29 @@ class Swapping:
         self.num_arena_hit_tokens += self.memory.count_cached(sequence, num_tokens)
         return num_tokens
 
+    def num_first_blocks(self, sequence: Sequence) -> int:
+        """How many of its absent blocks would be ordered in one plan."""
+        return sequence.num_absent if self._may_hurry(sequence) else max(1, self.transfers.budget("in"))
+
     def bring_in(self, sequence: Sequence) -> bool:
-        """Orders what may be ordered now. True once all KV of the sequence is on the device."""
+        """Orders what may be ordered now. True if the sequence can run in the plan being built."""
+        hurry = self._may_hurry(sequence) and sequence.num_absent <= self.memory.pool.num_obtainable
         for group, table in enumerate(sequence.tables):
             index = table.first_absent()
             while index < len(table):
-                if not self._bring_in_block(sequence, index, group):
+                if not self._bring_in_block(sequence, index, group, hurry):
                     break
                 index = table.first_absent(index + 1)
-        return sequence.is_present
+        return not sequence.num_absent and (hurry or not sequence.arriving)
 
-    def _bring_in_block(self, sequence: Sequence, index: int, group: int) -> bool:
+    def _may_hurry(self, sequence: Sequence) -> bool:
+        """Whether a forward may wait for all that the sequence lacks."""
+        if sequence.arriving or any(self.swap.is_filling(slot) for slots in sequence.slots for slot in slots.values()):
+            return False
+        seconds = self.transfers.rates["in"].seconds(sequence.num_absent * self._block_bytes)
+        return seconds <= _HURRY_SHARE * self.transfers.step_s
+
+    def _bring_in_block(self, sequence: Sequence, index: int, group: int, hurry: bool) -> bool:
         """False if no more can be ordered now."""
         memory, slot = self.memory, sequence.slots[group][index]
         if sequence.is_cacheable and self._is_confirmed(sequence, index):
@@ -210,12 +226,14 @@ class Swapping:
                 return True
         if self.swap.is_filling(slot):
             return True  # others may be ready
-        if self.transfers.budget("in") <= 0 or memory.pool.num_obtainable == 0:
+        if (self.transfers.budget("in") <= 0 and not hurry) or memory.pool.num_obtainable == 0:
             return False
         block = memory.allocate(overwrites=False)
         memory.pool.weaken(block)
         self._mark_present(sequence, index, group, block)
         transfer = self.transfers.order_in(slot, block, sequence, group, index)
+        if hurry:
+            self.transfers.make_urgent(transfer.transfer_id, self.plan_id)
         sequence.arriving[(group, index)] = transfer.transfer_id
         self.num_moved_tokens += self._num_positions(sequence, index, group)
         return True
@@ -250,6 +268,8 @@ class Swapping:
             return  # it ended, or gave the block up, while the copy was under way
         del sequence.arriving[(group, index)]
         if not transfer.ok:
+            if not sequence.holds_weakly:
+                self.on_lost(sequence)
             self.truncate(sequence, index * self._block_size)
             return
         self.swap.release(sequence.slots[group].pop(index))

@@ -59,7 +59,7 @@ class Transfers:
         self._num_background: dict[Direction, int] = {"out": 0, "in": 0}
         self._next_id = 1
         self.nothing_runs = False  #: no sequence runs, so no forward could be disturbed
-        self._step_s = _FIRST_STEP_S
+        self.step_s = _FIRST_STEP_S  #: what a step takes, a moving average
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -87,7 +87,7 @@ class Transfers:
         return transfer
 
     def make_urgent(self, transfer_id: int, plan_id: PlanId) -> None:
-        """The plan being built overwrites the block: its forward waits for the copy."""
+        """The forward of the plan being built waits for the copy: it overwrites the block, or reads what arrives."""
         transfer = self._in_flight[transfer_id]
         if transfer.needed_by == NO_PLAN:
             transfer.needed_by = plan_id
@@ -103,7 +103,7 @@ class Transfers:
         """Blocks that may still be ordered in the background now; at least one while nothing is under way."""
         num_bytes: float = _MAX_BYTES_IN_FLIGHT
         if not self.nothing_runs:
-            num_bytes = min(_BUDGET_SHARE * self.rates[direction].bytes_s * self._step_s, num_bytes)
+            num_bytes = min(_BUDGET_SHARE * self.rates[direction].bytes_s * self.step_s, num_bytes)
         return max(1, int(num_bytes / self._block_bytes)) - self._num_background[direction]
 
     def backlog_bytes(self, direction: Direction) -> int:
@@ -114,7 +114,7 @@ class Transfers:
 
     def measure_step(self, seconds: float) -> None:
         if seconds > 0:
-            self._step_s += _STEP_WEIGHT * (seconds - self._step_s)
+            self.step_s += _STEP_WEIGHT * (seconds - self.step_s)
 
     def done(self, event: TransferDone) -> tuple[list[TransferInFlight], int]:
         """Takes a rank's acknowledgement. Returns the transfers that are complete now, and how many ids were unknown.

@@ -122,7 +122,11 @@ class CoreDriver:
         """Lets the oldest plan in flight be done. False if there is none."""
         if not self.in_flight:
             return False
-        self.handle(self.in_flight.pop(0))
+        answer = self.in_flight.pop(0)
+        for done in [done for done in self.worker.done if self.worker.told_before_plan.get(done.transfer_ids[0]) == answer.plan_id]:
+            self.worker.done.remove(done)
+            self.handle(done)
+        self.handle(answer)
         return True
 
     def tell_transfers(self) -> bool:

@@ -62,6 +62,8 @@ class FakeWorker:
         self.arena = [[(-1, -1, -1)] * block_size for _ in range(num_slots)]
         self.transfers: list[Transfer] = []  #: ordered and not carried out
         self.done: list[TransferDone] = []  #: carried out and not yet told
+        self.told_before_plan: dict[int, int] = {}  #: transfer that a forward waited for -> its plan, whose answer comes after
+        self.fail_copy: Callable[[Transfer], bool] = lambda transfer: False  #: of those
         self.num_groups = num_groups
         self.num_positions = 0
         self.fail: Callable[[int, int], bool] = lambda row, version: False
@@ -73,8 +75,7 @@ class FakeWorker:
 
     def run(self, plan: Plan) -> StepDone | RowMissing:
         self.transfers += plan.transfers
-        for transfer in [transfer for transfer in plan.transfers if transfer.needed_by == plan.plan_id]:
-            self.carry_out(transfer, plan.epoch)
+        broken = self._hurry(plan)
         for piece in plan.slices:
             if piece.row not in self.rows or self.rows[piece.row].version != piece.version:
                 for other in plan.slices:
@@ -84,8 +85,22 @@ class FakeWorker:
         for row in plan.released_rows:
             if all(piece.row != row for piece in plan.slices):
                 self.rows.pop(row, None)
+        for piece in plan.slices:
+            row = self.rows[piece.row]
+            row.is_behind |= any(broken & {*table, *unpack_ids(new)} for table, new in zip(row.tables, piece.new_block_ids, strict=True))
         results = [result for piece in plan.slices if (result := self._run_slice(piece, plan.plan_id)) is not None]
         return StepDone(plan.epoch, 0, plan.plan_id, tuple(results), {"forward": 0.0})
+
+    def _hurry(self, plan: Plan) -> set[int]:
+        """Does what the forward waits for. Returns the blocks that were to arrive and did not."""
+        broken: set[int] = set()
+        for transfer in [transfer for transfer in plan.transfers if transfer.needed_by == plan.plan_id]:
+            ok = not self.fail_copy(transfer)
+            self.carry_out(transfer, plan.epoch, ok=ok)
+            self.told_before_plan[transfer.transfer_id] = plan.plan_id
+            if not ok and transfer.to_tier == "device":
+                broken.add(transfer.to_id)
+        return broken
 
     def carry_out(self, transfer: Transfer, epoch: int, *, ok: bool = True) -> None:
         """Does one pending transfer, after those before it that name its block or its slot."""

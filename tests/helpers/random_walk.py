@@ -85,6 +85,7 @@ class Walk:
             self._lose_row: 1,
             self._let_rows_fail: 0.3,
             self._let_rows_defer: 0.3,
+            self._let_copies_fail: 0.3,
             self._let_rows_be: 0.6,
             self._stray: 0.8,
         }
@@ -134,8 +135,12 @@ class Walk:
     def _let_rows_defer(self) -> None:
         self.driver.worker.defer = lambda row, version: (row + version) % 3 == 0
 
+    def _let_copies_fail(self) -> None:
+        self.driver.worker.fail_copy = lambda transfer: transfer.transfer_id % 5 == 0
+
     def _let_rows_be(self) -> None:
         self.driver.worker.fail = self.driver.worker.defer = lambda row, version: False
+        self.driver.worker.fail_copy = lambda transfer: False
 
     def _transfers(self) -> None:
         """Some copies are done, in any order; rarely one fails. The core hears of them now or later."""

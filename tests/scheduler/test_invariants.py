@@ -78,7 +78,7 @@ def test_what_is_broken_is_found_and_told(name: str) -> None:
 
 def core_that_swaps() -> SchedulerCore:
     """One sequence is on its way back from the arena, one runs, and copies are in flight both ways."""
-    driver = CoreDriver(None, num_blocks=12, block_size=4, num_swap_slots=8, max_num_seqs=2, prefill_tok_s=1.0, prefix_caching=False)
+    driver = CoreDriver(None, num_blocks=12, block_size=4, num_swap_slots=8, max_num_seqs=2, prefill_tok_s=1.0, prefix_caching=False, swap_in_bytes_s=5e7)
     driver.auto_transfers = False
     victim = driver.add([1] * 9, max_tokens=5)
     driver.step()

@@ -208,7 +208,7 @@ def test_one_that_starts_leaves_room_for_what_others_were_promised_and_the_head_
 
 
 def test_one_whose_kv_is_on_its_way_keeps_the_seat_and_the_room_it_was_given() -> None:
-    driver = manual_driver(num_blocks=16, num_swap_slots=16, max_num_seqs=1, prefix_caching=False)
+    driver = manual_driver(num_blocks=16, num_swap_slots=16, max_num_seqs=1, prefix_caching=False, swap_in_bytes_s=5e7)
     long = start(driver, prompt(40))
     preempt(driver, long)
     carry_out_all(driver)

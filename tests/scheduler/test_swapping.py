@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from pagemill.keys import KEY_BYTES, prefix_keys
-from pagemill.messages import NONE, Preempt, SamplingParams, SequenceKey, Transfer, VictimKind
+from pagemill.messages import NONE, Plan, Preempt, SamplingParams, SequenceKey, Transfer, VictimKind
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import ROOT, CoreDriver
 from tests.helpers.fake_worker import expected_tokens
@@ -23,6 +23,10 @@ def prompt(length: int, stem: int = 0) -> list[int]:
 
 def expected(tokens: list[int], max_tokens: int, longest: int = 1000) -> list[int]:
     return expected_tokens(tokens, SamplingParams(), 0, longest, max_tokens, VOCAB)
+
+
+#: A block takes longer than a forward would wait for, so it comes beside the forwards.
+SLOW_LINK = 5e7
 
 
 def manual_driver(**numbers: object) -> CoreDriver:
@@ -255,7 +259,7 @@ def test_a_copy_out_that_fails_means_computing_again_from_there_and_nothing_leak
 
 
 def test_a_copy_in_that_fails_means_computing_again_from_there_and_nothing_leaks() -> None:
-    driver = manual_driver(prefix_caching=False)
+    driver = manual_driver(prefix_caching=False, swap_in_bytes_s=SLOW_LINK)
     key = start(driver, prompt(14))
     preempt(driver, key)
     carry_out_all(driver)
@@ -272,6 +276,39 @@ def test_a_copy_in_that_fails_means_computing_again_from_there_and_nothing_leaks
     assert_nothing_held(driver)
 
 
+def come_back_at_once(driver: CoreDriver) -> tuple[SequenceKey, Plan]:
+    """A preempted sequence whose copies take little of a step, and the plan that brings it back."""
+    key = start(driver, prompt(14))
+    preempt(driver, key)
+    carry_out_all(driver)
+    let_back(driver)
+    driver.turn()
+    return key, driver.plans[-1]
+
+
+def test_what_takes_little_of_a_step_comes_back_in_the_plan_whose_forward_waits_for_it() -> None:
+    driver = manual_driver(prefix_caching=False)
+    key, plan = come_back_at_once(driver)
+    assert len(plan.slices) == 1
+    assert {transfer.needed_by for transfer in plan.transfers} == {plan.plan_id}
+    finish_all(driver)
+    assert driver.outputs[key] == expected(prompt(14), 20)
+
+
+def test_a_copy_that_a_forward_waited_for_and_that_failed_voids_what_was_computed_on_it() -> None:
+    driver = manual_driver(prefix_caching=False)
+    driver.worker.fail_copy = lambda transfer: transfer.to_tier == "device"
+    key, _ = come_back_at_once(driver)
+    num_known = len(driver.outputs[key])
+    driver.answer()
+    assert len(driver.outputs[key]) == num_known
+    assert sequence_of(driver, key).num_computed_tokens == 0
+    driver.worker.fail_copy = lambda transfer: False
+    finish_all(driver)
+    assert driver.outputs[key] == expected(prompt(14), 20)
+    assert driver.core.swapping.swap.num_used == 0
+
+
 # --- the end in the middle ---------------------------------------------------------------------------------
 
 PHASES = ["copies out are ordered", "one copy out is done", "all copies out are done", "copies in are ordered", "one copy in is done"]
@@ -280,7 +317,7 @@ PHASES = ["copies out are ordered", "one copy out is done", "all copies out are 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("cached", [True, False])
 def test_an_abort_in_the_middle_of_a_copy_ends_with_every_block_and_slot_free(phase: str, cached: bool) -> None:
-    driver = manual_driver()
+    driver = manual_driver(swap_in_bytes_s=SLOW_LINK)
     key = driver.add(prompt(10), max_tokens=20, cached=cached, priority=1)
     driver.step()
     preempt(driver, key)
