@@ -86,8 +86,8 @@ class FakeWorker:
             if all(piece.row != row for piece in plan.slices):
                 self.rows.pop(row, None)
         for piece in plan.slices:
-            row = self.rows[piece.row]
-            row.is_behind |= any(broken & {*table, *unpack_ids(new)} for table, new in zip(row.tables, piece.new_block_ids, strict=True))
+            held = self.rows[piece.row]
+            held.is_behind |= any(broken & {*table, *unpack_ids(new)} for table, new in zip(held.tables, piece.new_block_ids, strict=True))
         results = [result for piece in plan.slices if (result := self._run_slice(piece, plan.plan_id)) is not None]
         return StepDone(plan.epoch, 0, plan.plan_id, tuple(results), {"forward": 0.0})
 
