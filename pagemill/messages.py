@@ -399,7 +399,7 @@ class Transfer(Record, gc=False):
 
     It copies what the plans before its own have left. A transfer never overtakes an earlier one of its block or
     its slot. A forward waits for it only if `needed_by` names its plan (NONE: no plan waits); then that forward
-    may overwrite the block that was copied out.
+    may overwrite the block that was copied out, or read the one that arrives.
     """
 
     transfer_id: int
@@ -466,7 +466,8 @@ class StepDone(Message):
 class TransferDone(Message):
     """Acknowledges transfers of one direction that ended alike. Each is complete when every rank has said so.
 
-    `ok` is false if the copy failed: then what lies at its destination is not to be used.
+    `ok` is false if the copy failed: then what lies at its destination is not to be used. If a forward waited for it,
+    this precedes the `StepDone` of that plan, whose results for the sequence are void then.
     """
 
     epoch: int
