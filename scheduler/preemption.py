@@ -118,7 +118,7 @@ class Preemption:
         return self._reclaim(candidate, min(needed, num_first_blocks), "start", adopted)
 
     def resume(self, candidate: Sequence) -> None:
-        """A sequence that has all its KV on the device runs from here on."""
+        """A sequence runs from here on: its KV is on the device, or the next forward waits for it."""
         if candidate.status is Status.PREEMPTED:
             candidate.resumed_in_step = self.step
             self.on_resumed(self.now - candidate.preempted_at)

@@ -26,7 +26,7 @@ from scheduler.transfers import TransferInFlight, Transfers
 
 #: How often a cached block that is copied before it is overwritten is expected to be wanted again.
 _HITS_EXPECTED = 1 / 4
-#: A sequence whose copies take no more than this share of a step runs in the very next one, whose forward waits for them.
+#: Sequences whose copies together take no more than this share of a step run in the very next one, whose forward waits for them.
 _HURRY_SHARE = 0.2
 #: The low-water mark of free blocks: a share of the pool, within these bounds. Each plan looks at no more blocks than that.
 _LOW_WATER_SHARE = 1 / 16
@@ -208,10 +208,11 @@ class Swapping:
         return not sequence.num_absent and (hurry or not sequence.arriving)
 
     def _may_hurry(self, sequence: Sequence) -> bool:
-        """Whether a forward may wait for all that the sequence lacks."""
+        """Whether a forward may wait for all that the sequence lacks, besides what it waits for already."""
         if sequence.arriving or any(self.swap.is_filling(slot) for slots in sequence.slots for slot in slots.values()):
             return False
-        seconds = self.transfers.rates["in"].seconds(sequence.num_absent * self._block_bytes)
+        num_blocks = sequence.num_absent + self.transfers.num_awaited("in")
+        seconds = self.transfers.rates["in"].seconds(num_blocks * self._block_bytes)
         return seconds <= _HURRY_SHARE * self.transfers.step_s
 
     def _bring_in_block(self, sequence: Sequence, index: int, group: int, hurry: bool) -> bool:

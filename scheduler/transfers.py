@@ -93,6 +93,10 @@ class Transfers:
             transfer.needed_by = plan_id
             self._num_background[transfer.direction] -= 1
 
+    def num_awaited(self, direction: Direction) -> int:
+        """Copies that the forward of the plan being built waits for."""
+        return sum(transfer.direction == direction and transfer.needed_by != NO_PLAN for transfer in self._ordered)
+
     def take(self) -> tuple[Transfer, ...]:
         """What the plan being built carries, in order."""
         ordered = tuple(_message(transfer) for transfer in self._ordered)

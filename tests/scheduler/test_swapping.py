@@ -295,6 +295,24 @@ def test_what_takes_little_of_a_step_comes_back_in_the_plan_whose_forward_waits_
     assert driver.outputs[key] == expected(prompt(14), 20)
 
 
+def test_a_forward_waits_for_no_more_than_its_share_however_many_come_back() -> None:
+    driver = manual_driver(prefix_caching=False, max_num_seqs=2, swap_in_bytes_s=5e8)
+    keys = [driver.add(prompt(14, stem), max_tokens=20) for stem in (1, 2)]
+    driver.step()
+    for key in keys:
+        driver.handle(Preempt(key, "swap", 100))
+    driver.turn()
+    carry_out_all(driver)
+    while driver.answer():
+        pass
+    driver.turn()
+    needed_by = [transfer.needed_by for transfer in driver.plans[-1].transfers if transfer.to_tier == "device"]
+    assert sorted(needed_by) == [NONE] * 4 + [driver.plans[-1].plan_id] * 4, "four blocks take 8 of the 10 ms that a step gives"
+    assert len(driver.plans[-1].slices) == 1
+    finish_all(driver)
+    assert [driver.outputs[key] for key in keys] == [expected(prompt(14, stem), 20) for stem in (1, 2)]
+
+
 def test_a_copy_that_a_forward_waited_for_and_that_failed_voids_what_was_computed_on_it() -> None:
     driver = manual_driver(prefix_caching=False)
     driver.worker.fail_copy = lambda transfer: transfer.to_tier == "device"
