@@ -17,7 +17,7 @@ In the words of the metrics, free + cached + used = total, where used counts the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar, cast
 
@@ -91,6 +91,13 @@ class IdPool(Generic[Id]):
             raise PoolExhausted(f"all {self.total} {self.NOUN}s are in use")
         self._counts[number] = 1
         return number
+
+    def adopt(self, entries: Iterable[tuple[Id, bytes]]) -> int:
+        """Ids of an untouched pool have the contents that these keys stand for, from before it existed: they are cached. Returns how many."""
+        adopted = {number: None for number, key in entries if 0 <= number < self.total and self.index.insert(key, number)}
+        self._free = [number for number in self._free if number not in adopted]
+        self._cached.update(adopted)
+        return len(adopted)
 
     def reference(self, number: Id) -> None:
         """One more refers to what the index named: a hit."""

@@ -9,9 +9,17 @@ writing removes it first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Id = TypeVar("Id", bound=int)
+IdSeen = TypeVar("IdSeen", bound=int, contravariant=True)
+
+
+class Mirror(Protocol[IdSeen]):
+    """Who writes down what the index says (`kv_directory`)."""
+
+    def write(self, number: IdSeen, key: bytes) -> None: ...
+    def clear(self, number: IdSeen) -> None: ...
 
 
 class PrefixIndex(Generic[Id]):
@@ -20,6 +28,8 @@ class PrefixIndex(Generic[Id]):
     def __init__(self) -> None:
         self._blocks: dict[bytes, Id] = {}
         self._keys: dict[Id, bytes] = {}
+        self.mirror: Mirror[Id] | None = None
+        self.mirrors_inserts = True  #: false where what is inserted is still being written: then the owner tells when it is
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -52,6 +62,8 @@ class PrefixIndex(Generic[Id]):
             raise ValueError(f"block {block} already stands for another prefix")
         self._blocks[key] = block
         self._keys[block] = key
+        if self.mirror is not None and self.mirrors_inserts:
+            self.mirror.write(block, key)
         return True
 
     def remove(self, block: Id) -> None:
@@ -59,6 +71,8 @@ class PrefixIndex(Generic[Id]):
         key = self._keys.pop(block, None)
         if key is not None:
             del self._blocks[key]
+            if self.mirror is not None:
+                self.mirror.clear(block)
 
     def entries(self) -> dict[bytes, Id]:
         """A copy, for invariants."""

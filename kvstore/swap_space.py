@@ -22,6 +22,7 @@ class SwapSpace(IdPool[SwapSlotId]):
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         self._filling: dict[SwapSlotId, int] = {}  #: slot -> the transfer that writes it
+        self.index.mirrors_inserts = False
 
     def fill(self, slot: SwapSlotId, transfer_id: int) -> None:
         """A transfer is going to write the slot. It refers to the slot until it is done."""
@@ -34,6 +35,9 @@ class SwapSpace(IdPool[SwapSlotId]):
     def filled(self, slot: SwapSlotId) -> None:
         """The transfer that writes the slot is done."""
         del self._filling[slot]
+        key = self.index.key_of(slot)
+        if key is not None and self.index.mirror is not None:
+            self.index.mirror.write(slot, key)
         self.release(slot)
 
     def filling(self) -> dict[SwapSlotId, int]:

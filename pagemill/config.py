@@ -34,6 +34,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority_allowed: bool  #: the scheduling policy reads priorities
     strict_request: bool
     metrics_compat: MetricsCompat
+    num_frontends: int
+    max_queue_time_s: int  #: a request may wait this long for its first slice; 0: no limit
+    max_num_queued: int  #: sequences that may wait for the scheduler; more are refused with 429 before they are read
+    max_connections: int  #: open ones, of this process; more are refused
     log_format: LogFormat
     log_level: str
     log_requests: bool  #: prompts and outputs in the log
@@ -55,6 +59,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preemption: Preemption
     max_plans_in_flight: int
     max_num_queued: int  #: waiting sequences; more are refused with 429
+    max_queued_tokens: int  #: prompt tokens of all waiting sequences; more are refused with 429
+    step_timeout_s: float  #: of an empty step; each token adds `step_timeout_s_per_token`
+    step_timeout_s_per_token: float
     check_invariants: bool
     event_log: str  #: path, "" for none
     log_format: LogFormat
@@ -130,6 +137,27 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     api_key_file: Annotated[str, _option("Server", "file with one API key per line (also the variable PAGEMILL_API_KEY)", metavar="FILE")] = ""
     admin_key_file: Annotated[str, _option("Server", "file with keys for /debug; without it /debug answers loopback only", metavar="FILE")] = ""
     strict_request: Annotated[bool, _option("Server", "refuse request fields that nobody knows, instead of warning once")] = False
+    frontends: Annotated[int, _option("Server", "processes that speak HTTP and tokenize, all on one port", ge=1, le=64, metavar="N")] = 1
+    max_connections: Annotated[
+        int, _option("Server", "open connections at most, over all frontends; more are refused with 503", ge=1, le=1_000_000, metavar="N")
+    ] = 16384
+    max_queue_time: Annotated[
+        int, _option("Server", "seconds a request may wait to be started before it is refused with 429; 0 is no limit", ge=0, le=86400, metavar="SECONDS")
+    ] = 0
+    drain_timeout: Annotated[
+        int, _option("Server", "seconds that running requests get after SIGTERM; then they end with what they have", ge=0, le=86400, metavar="SECONDS")
+    ] = 30
+
+    restart_limit: Annotated[
+        int,
+        _option("Recovery", "process deaths within ten minutes that are repaired; one more ends the server. 0: the first ends it", ge=0, le=1000, metavar="N"),
+    ] = 5
+    step_timeout: Annotated[
+        int,
+        _option(
+            "Recovery", "seconds for a step, beside what its tokens take, before its worker counts as hung and is replaced", ge=1, le=86400, metavar="SECONDS"
+        ),
+    ] = 30
 
     block_size: Annotated[
         int, _option("KV memory", "tokens per KV block, a power of two; auto is 16 on CPU, 32 on CUDA", ge=0, le=256, metavar="N", automatic=True)
@@ -182,3 +210,8 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     log_requests: Annotated[bool, _option("Observation", "put prompts and outputs into the log")] = False
     event_log: Annotated[str, _option("Observation", "file for the scheduler's events, which scripts/replay runs again", metavar="FILE")] = ""
     check_invariants: Annotated[bool, _option("Observation", "check every invariant of the scheduler after every event")] = False
+
+    inject: Annotated[
+        tuple[str, ...],
+        _option("Testing", "faults to inject at named points, as POINT=ACTION; docs/injection-points.md lists them", metavar="FAULT"),
+    ] = ()

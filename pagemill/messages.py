@@ -100,6 +100,7 @@ class Limits(Record):
     """When the core ends one sequence. EOS ids are already part of `SamplingParams.stop_token_ids`."""
 
     max_tokens: int  #: output tokens, at least 1
+    max_queue_s: float = 0.0  #: seconds it may wait for its first slice; then it is rejected. 0: as long as it takes
 
 
 class SequenceKey(Record, order=True):
@@ -132,6 +133,7 @@ class AddRequest(Message):
     arrival: float  #: seconds, wall clock
     root: bytes  #: 32 bytes: model fingerprint, adapter, cache domain; empty: keep out of the prefix cache
     prefix_keys: bytes  #: 32 bytes per full block of the prompt
+    resubmitted: bool = False  #: taken once before, by a scheduler that is gone: no limit of a queue stands against it
 
 
 class FinishRequest(Message):
@@ -191,10 +193,11 @@ class SequenceOutput(Record):
 
 
 class Rejection(Record):
-    """A sequence that will not run. `required` and `available` are tokens for the first two reasons, sequences for the third."""
+    """A sequence that will not run. `required` and `available` are tokens for the first two reasons and
+    `queue_tokens`, sequences for `queue_full`, milliseconds for `queue_timeout`."""
 
     key: SequenceKey
-    reason: Literal["exceeds_model_length", "exceeds_kv_cache", "queue_full", "draining", "invalid"]
+    reason: Literal["exceeds_model_length", "exceeds_kv_cache", "queue_full", "queue_tokens", "queue_timeout", "draining", "invalid"]
     required: int
     available: int
 
@@ -209,7 +212,11 @@ class StepOutput(Message):
 
 
 class SchedulerReady(Message):
-    """Sent once per epoch to each frontend, when all workers are ready. From here on requests are taken."""
+    """Sent once per epoch to each frontend, when all workers are ready. From here on requests are computed.
+
+    After a restart of workers, or of the core in place, the scheduler still knows its sequences. A frontend that has met a new
+    scheduler sends it what it is waiting for again.
+    """
 
     epoch: int
     max_model_len: int  #: tokens, prompt and output together; the frontend validates with this, not its own guess
@@ -254,6 +261,10 @@ class StatsSnapshot(Message):
     steps_with_tokens: dict[int, int]  #: plans by tokens: upper bucket bound -> how many, buckets separate and sparse
     step_seconds: dict[str, float]  #: cumulative, by part: schedule, worker parts, wait
     dropped_messages: int  #: older epochs, unknown names, frames that do not decode
+    sequences_received: int  #: taken, rejected and resubmitted ones included
+    sequences_finished: dict[str, int]  #: by finish reason; "rejected" for those that did not run
+    num_suspects: int  #: sequences that run alone, because a worker died while it computed them
+    core_rebuilds: int  #: 1 if this epoch began because the core had failed, else 0
 
 
 class SequenceState(msgspec.Struct, frozen=True):
@@ -496,11 +507,13 @@ class Start(Message):
     kind: ProcessKind
     index: int
     incarnation: int
-    epoch: int
+    epoch: int  #: schedulers: their first epoch, above all of earlier incarnations; others: 0, older than any
     token: bytes
     config: msgspec.Raw  #: msgpack of the child's own config struct (`pagemill.config`)
     listen_fd: int  #: frontends: the bound listening socket, else NONE
     arena_fd: int = NONE  #: workers: the memfd of the swap arena, NONE without one
+    directory_fd: int = NONE  #: schedulers: the memfd of the KV directory (`kvstore.kv_directory`)
+    injections: tuple[str, ...] = ()  #: faults to inject, for tests (`pagemill.injection`)
 
     def __repr__(self) -> str:
         return f"Start({self.kind} {self.index}, incarnation {self.incarnation}, epoch {self.epoch})"
@@ -516,17 +529,46 @@ class PeerUp(Message):
 
 
 class PeerLost(Message):
-    """A peer is gone. Also an event of the core."""
+    """A peer is gone. Also an event of the core. Frontends hear of every process, for their 503."""
 
     kind: ProcessKind
     index: int
     incarnation: int
+    reason: str = ""  #: how it ended, one line for the operator; not for clients
 
 
 class Drain(Message):
     """Finish and exit: no new work; what still runs after `timeout_s` is ended. Also an event of the core."""
 
     timeout_s: float
+
+
+class Reload(Message):
+    """Launcher to child: its config anew, of which it takes over what may change at run time."""
+
+    config: msgspec.Raw  #: as in `Start`
+
+    def __repr__(self) -> str:
+        return "Reload(...)"
+
+
+class Alive(Message):
+    """Child to launcher, every second, from its main loop: it gets on. A worker's forwards are watched by the scheduler instead."""
+
+
+class Stuck(Message):
+    """Scheduler to launcher: this peer does not do its work (a step past its deadline, numbers that are none). It is to be replaced."""
+
+    kind: ProcessKind
+    index: int
+    incarnation: int
+    reason: str  #: one line for the operator
+
+
+class Explained(Message):
+    """Scheduler to launcher: this many of the last deaths had a cause that is found and ended. They say nothing of the server's own health."""
+
+    num_deaths: int
 
 
 class Progress(Message):
@@ -552,6 +594,42 @@ class Failed(Message):
 # --- events that exist only inside the scheduler process -------------------------------------------------
 
 
+class Suspicion(Record):
+    """A worker died while it computed these positions of a sequence, which may or may not have been the cause.
+
+    It is lifted when they have been computed.
+    """
+
+    first: int
+    end: int
+    alone: bool  #: they are computed in plans of their own from now on
+    deaths_alone: int = 0  #: of workers, while nothing else was computed
+    deaths: int = 1  #: of workers, in all
+
+
+class Revive(Message):
+    """A sequence of a former core, with what it has been through. Precedes all other events of a core but `Adopt`."""
+
+    request: AddRequest  #: with all tokens that its frontend was sent
+    added_at: float  #: on the scheduler's clock
+    queue_s: float  #: negative: never started
+    num_cached_tokens: int
+    num_preemptions: int
+    has_prefilled: bool  #: it has completed a slice of several tokens,
+    has_decoded: bool  #: and one of a single token
+    suspicion: Suspicion | None
+
+
+class Adopt(Message):
+    """The first event of a core that has had a predecessor: KV that has outlived it, and what was counted between the two."""
+
+    blocks: tuple[tuple[BlockId, bytes], ...]  #: with their prefix keys
+    swap_slots: tuple[tuple[SwapSlotId, bytes], ...]
+    sequences_received: int = 0
+    sequences_finished: dict[str, int] = {}
+    core_rebuilds: int = 0  #: 1 if the predecessor failed
+
+
 class Turn(Message):
     """The only event on which the core may emit a plan. Sent by the shell after it drained its sockets."""
 
@@ -569,9 +647,11 @@ FrontendToScheduler = AddRequest | FinishRequest | AbortRequest | DebugStateQuer
 SchedulerToFrontend = SchedulerReady | StepOutput | StatsSnapshot | DebugStateReply | DecisionsReply
 SchedulerToWorker = InstallRow | Plan
 WorkerToScheduler = WorkerReady | StepDone | TransferDone | RowMissing
-LauncherToChild = Start | PeerUp | PeerLost | Drain | Progress
-ChildToLauncher = Progress | Ready | Failed
+LauncherToChild = Start | PeerUp | PeerLost | Drain | Reload | Progress
+ChildToLauncher = Progress | Ready | Failed | Alive | Stuck | Explained
 
 #: What `SchedulerCore.handle` takes and returns.
-Event = AddRequest | FinishRequest | AbortRequest | StepDone | TransferDone | RowMissing | WorkerReady | PeerUp | PeerLost | Drain | Preempt | Turn
+Event = (
+    AddRequest | FinishRequest | AbortRequest | StepDone | TransferDone | RowMissing | WorkerReady | PeerUp | PeerLost | Drain | Revive | Adopt | Preempt | Turn
+)
 Effect = InstallRow | Plan | StepOutput | StatsSnapshot

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from kvstore import arena
 from kvstore.arena import ArenaError, Region, map_region
 from pagemill.arena_file import SLOT_ALIGNMENT_BYTES as SLOT
 from pagemill.arena_file import create_arena
+from tests.helpers.server import ROOT
 
 #: Two pieces and a bit.
 NUM_SLOTS = 2 * arena._PIECE_BYTES // SLOT + 3
@@ -75,6 +79,23 @@ def test_a_region_is_a_place_of_its_own_that_outlives_its_mapping(fd: int) -> No
     first.memory.close()
     again = populated(fd, rank=0)
     assert (again.memory[:4], again.memory[REGION - 4 :]) == (b"head", b"tail"), "populating changes nothing"
+
+
+def test_another_process_that_maps_and_populates_it_finds_every_byte(fd: int) -> None:
+    region = populated(fd)
+    content = os.urandom(REGION)
+    region.memory[:] = content
+    region.memory.close()
+    script = f"""
+import hashlib
+from kvstore.arena import map_region
+region = map_region({fd}, 0, {REGION}, {SLOT})
+with region.populating():
+    region.wait_until_populated()
+print(region.num_slots, hashlib.sha256(region.memory).hexdigest())
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, pass_fds=[fd], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [str(NUM_SLOTS), hashlib.sha256(content).hexdigest()]
 
 
 def test_the_mapping_needs_the_descriptor_no_longer() -> None:
@@ -159,8 +180,10 @@ def test_leaving_early_stops_it_before_the_next_piece(fd: int) -> None:
 
 def test_an_older_kernel_is_asked_in_another_way(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
+    os.pwrite(fd, b"kept", 2 * REGION - 4)
     region = populated(fd, rank=1)
     assert taken_bytes(fd) == REGION
+    assert region.memory[REGION - 4 :] == b"kept"
     assert os.pread(fd, 1, 0) == b"\0", "the other region is there to be read"
     region.memory[0] = 1
     assert os.pread(fd, 1, REGION) == b"\x01"

@@ -1,0 +1,110 @@
+"""The KV directory: what lies in which block and swap slot, written down where it outlives the scheduler.
+
+The prefix indices die with the scheduler, but the bytes they name do not: blocks are the workers', slots the
+arena's. So every entry is mirrored into shared memory that the launcher keeps, and the next scheduler adopts it.
+
+    header 64 bytes      magic, pool incarnation, geometry
+    blocks               one entry each: flag, length, key        swap slots               the same
+
+An entry is written when its content is certain (all ranks have acknowledged it) and cleared before the plan that
+overwrites it is sent, so a directory found after a crash never promises too much. The flag is cleared first and set
+last: a writer killed half-way leaves an entry that says nothing. Knows keys and ids, and neither sequences nor how
+the memory is shared.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from pagemill.messages import BlockId, SwapSlotId
+
+Id = TypeVar("Id", bound=int)
+
+_MAGIC = b"pmkvdir1"
+_HEADER = struct.Struct("<8sqqqqq")
+_HEADER_BYTES = 64
+_ENTRY_BYTES = 40
+#: Flag and length precede the key.
+MAX_KEY_BYTES = _ENTRY_BYTES - 2
+_NO_INCARNATION = -1
+
+
+class DirectoryTable(Generic[Id]):
+    """The entries of one kind of place; the mirror of one prefix index (`PrefixIndex.mirror`)."""
+
+    def __init__(self, memory: memoryview, num_entries: int, on_write: Callable[[], object]) -> None:
+        self._memory = memory
+        self._num_entries = num_entries
+        self._on_write = on_write
+
+    def write(self, number: Id, key: bytes) -> None:
+        """The content of `number` is what `key` stands for. A key that is too long, or private to one sequence, is left out."""
+        if not 32 <= len(key) <= MAX_KEY_BYTES:
+            return
+        start = number * _ENTRY_BYTES
+        self._memory[start] = 0
+        self._on_write()
+        self._memory[start + 1] = len(key)
+        self._memory[start + 2 : start + 2 + len(key)] = key
+        self._memory[start] = 1
+
+    def clear(self, number: Id) -> None:
+        """What lies there is going to be overwritten."""
+        self._memory[number * _ENTRY_BYTES] = 0
+
+    def clear_all(self) -> None:
+        self._memory[:] = bytes(len(self._memory))
+
+    def entries(self) -> list[tuple[int, bytes]]:
+        """(id, key) of every entry that says something, in order of ids."""
+        found: list[tuple[int, bytes]] = []
+        for number in range(self._num_entries):
+            start = number * _ENTRY_BYTES
+            length = self._memory[start + 1]
+            if self._memory[start] == 1 and 32 <= length <= MAX_KEY_BYTES:
+                found.append((number, bytes(self._memory[start + 2 : start + 2 + length])))
+        return found
+
+
+class KvDirectory:
+    """A directory over `memory`, which must be writable and zero at first.
+
+    What was written for another geometry is forgotten; blocks are forgotten as well if they were written for another
+    incarnation of the workers, whose pool is gone. `on_write` is called when an entry has been cleared and not yet
+    written. Raises ValueError if the memory is too small.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        *,
+        num_blocks: int,
+        num_slots: int,
+        block_bytes: int,
+        block_size: int,
+        pool_incarnation: int,
+        on_write: Callable[[], object] = lambda: None,
+    ) -> None:
+        needed = directory_bytes(num_blocks, num_slots)
+        if len(memory) < needed:
+            raise ValueError(f"a directory of {num_blocks} blocks and {num_slots} swap slots takes {needed} bytes, there are {len(memory)}")
+        middle = _HEADER_BYTES + num_blocks * _ENTRY_BYTES
+        self.blocks: DirectoryTable[BlockId] = DirectoryTable(memory[_HEADER_BYTES:middle], num_blocks, on_write)
+        self.slots: DirectoryTable[SwapSlotId] = DirectoryTable(memory[middle:needed], num_slots, on_write)
+        geometry = (num_blocks, num_slots, block_bytes, block_size)
+        magic, incarnation, *found = _HEADER.unpack_from(memory)
+        is_ours = magic == _MAGIC and tuple(found) == geometry
+        if not is_ours or incarnation != pool_incarnation:
+            # Without a valid header nothing is adopted, so a writer killed between these lines does no harm.
+            _HEADER.pack_into(memory, 0, bytes(8), _NO_INCARNATION, 0, 0, 0, 0)
+            self.blocks.clear_all()
+            if not is_ours:
+                self.slots.clear_all()
+            _HEADER.pack_into(memory, 0, _MAGIC, pool_incarnation, *geometry)
+
+
+def directory_bytes(num_blocks: int, num_slots: int) -> int:
+    """What a directory of that many places takes."""
+    return _HEADER_BYTES + (num_blocks + num_slots) * _ENTRY_BYTES
