@@ -13,7 +13,7 @@ from scheduler.core_config import CoreConfig
 _ID_BYTES = 4
 
 
-def reject(request: AddRequest, config: CoreConfig, capacity_tokens: int, num_waiting: int) -> Rejection | None:
+def reject(request: AddRequest, config: CoreConfig, capacity_tokens: int, num_waiting: int, num_waiting_tokens: int) -> Rejection | None:
     """Why the request will not run, or None. `capacity_tokens` is what an otherwise empty pool holds of one sequence."""
     num_prompt_tokens, odd_prompt_bytes = divmod(len(request.prompt_ids), _ID_BYTES)
     num_output_tokens, odd_output_bytes = divmod(len(request.output_ids), _ID_BYTES)
@@ -29,6 +29,10 @@ def reject(request: AddRequest, config: CoreConfig, capacity_tokens: int, num_wa
         return Rejection(request.key, "exceeds_model_length", num_tokens + 1, config.max_model_len)
     if num_tokens + 1 > capacity_tokens:
         return Rejection(request.key, "exceeds_kv_cache", num_tokens + 1, capacity_tokens)
+    if request.resubmitted:
+        return None
     if num_waiting >= config.max_num_queued:
         return Rejection(request.key, "queue_full", num_waiting + 1, config.max_num_queued)
+    if num_waiting and num_waiting_tokens + num_prompt_tokens > config.max_queued_tokens:
+        return Rejection(request.key, "queue_tokens", num_waiting_tokens + num_prompt_tokens, config.max_queued_tokens)
     return None

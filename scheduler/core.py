@@ -8,20 +8,22 @@ for work last. The same events at the same times give the same effects, so a rec
     AddRequest, FinishRequest, AbortRequest   from frontends: sequences come and go
     StepDone, RowMissing, TransferDone        from workers: what became of a plan and of its copies
     PeerLost, Drain                           from the launcher
+    Adopt, Revive                             what a former core leaves to this one, before anything else
     Preempt                                   from tests and tools
     Turn                                      nothing more to read: plan a step
 """
 
 from __future__ import annotations
 
+import heapq
 from typing import assert_never
 
 from pagemill.messages import (
     NO_PLAN,
     NO_ROW,
-    NONE,
     AbortRequest,
     AddRequest,
+    Adopt,
     Drain,
     Effect,
     Event,
@@ -34,8 +36,8 @@ from pagemill.messages import (
     PlanId,
     Preempt,
     Rejection,
+    Revive,
     RowMissing,
-    RowResult,
     SeqId,
     SequenceKey,
     StepDone,
@@ -53,9 +55,11 @@ from scheduler.policies import load_policies
 from scheduler.preemption import Preemption
 from scheduler.queues import Queues
 from scheduler.rates import PrefillRate, num_pairs
+from scheduler.results import Results
 from scheduler.rows import Rows
 from scheduler.sequence import Sequence, Status
 from scheduler.slices import PlannedSlice, StepBuilder
+from scheduler.suspicion import Suspects
 from scheduler.swapping import Swapping
 
 
@@ -80,14 +84,18 @@ class SchedulerCore:
         self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.swapping, self.preemption)
         self.sequences: dict[SequenceKey, Sequence] = {}  #: every live one, by its name
         self.plans: list[PlanInFlight] = []  #: oldest first
+        self.suspects = Suspects()
         self.longest = min(self.config.max_model_len, self.memory.capacity_tokens())  #: tokens of any one sequence
         self._next_seq_id = 1
         self._next_plan_id = 1
         self._draining = False
         self._forced: list[Preempt] = []  #: to be obeyed at the next turn
+        self._deadlines: list[tuple[float, SequenceKey]] = []  #: a heap: until when sequences may wait to be started
         self._outputs = Outputs(self.config.epoch)
+        self.results = Results(self.memory, self.swapping, self.rows, self.suspects, self.plans, self.counters, self._outputs)
+        self.results.longest, self.results.on_end = self.longest, self._retire
 
-    def handle(self, event: Event, now: float) -> list[Effect]:  # noqa: C901 - one arm for each event
+    def handle(self, event: Event, now: float) -> list[Effect]:  # noqa: C901, PLR0912 - one arm for each event
         """Takes one event at time `now` (seconds, any origin, never backwards) and returns what must be done, in order."""
         effects: list[Effect] = []
         match event:
@@ -105,6 +113,12 @@ class SchedulerCore:
                 self._peer_lost(event)
             case Drain():
                 self._draining = True
+            case Adopt():
+                self.memory.pool.adopt(event.blocks)
+                self.swapping.swap.adopt(event.swap_slots)
+                self.counters.adopt(event)
+            case Revive():
+                self._revive(event, now)
             case Turn():
                 effects += self._turn(now)
                 effects += self._snapshot_if_due(now)
@@ -118,17 +132,27 @@ class SchedulerCore:
                 assert_never(event)
         return effects + self._outputs.take()
 
+    def take_outputs(self) -> list[Effect]:
+        """What was to be told when an event could not be handled to its end."""
+        return self._outputs.take()
+
     # --- frontends -------------------------------------------------------------------------------------
 
     def _add(self, request: AddRequest, now: float) -> None:
         if request.key in self.sequences:
             return
-        rejection = admission.reject(request, self.config, self.memory.capacity_tokens(), len(self.queues.waiting))
-        if rejection is None and self._draining:
+        self.counters.sequences_received += 1
+        rejection = admission.reject(request, self.config, self.memory.capacity_tokens(), len(self.queues.waiting), self.queues.num_waiting_tokens)
+        if rejection is None and self._draining and not request.resubmitted:
             rejection = Rejection(request.key, "draining", 0, 0)
         if rejection is not None:
-            self._outputs.reject(rejection)
+            self._reject(rejection)
             return
+        self._enter(request, now)
+        if request.limits.max_queue_s > 0 and not request.output_ids:
+            heapq.heappush(self._deadlines, (now + request.limits.max_queue_s, request.key))
+
+    def _enter(self, request: AddRequest, now: float) -> Sequence:
         sequence = Sequence(SeqId(self._next_seq_id), request, now=now, block_size=self.config.block_size, num_groups=self.config.num_groups)
         self._next_seq_id += 1
         sequence.order = self.policy.key(sequence)
@@ -138,6 +162,36 @@ class SchedulerCore:
         self.sequences[sequence.key] = sequence
         self.queues.add(sequence)
         self.counters.changed = True
+        return sequence
+
+    def _revive(self, event: Revive, now: float) -> None:
+        """It was taken before, so no limit of a queue stands against it, but the pool may have become smaller."""
+        rejection = admission.reject(event.request, self.config, self.memory.capacity_tokens(), 0, 0)
+        if rejection is not None:
+            self._reject(rejection)
+            return
+        sequence = self._enter(event.request, now)
+        sequence.added_at, sequence.queue_s = event.added_at, event.queue_s
+        sequence.num_cached_tokens, sequence.num_preemptions = event.num_cached_tokens, event.num_preemptions
+        sequence.has_prefilled, sequence.has_decoded, sequence.suspicion = event.has_prefilled, event.has_decoded, event.suspicion
+        if event.suspicion is not None and event.suspicion.alone:
+            self.suspects.add(sequence)
+        if sequence.queue_s < 0 and event.request.limits.max_queue_s > 0:
+            heapq.heappush(self._deadlines, (event.added_at + event.request.limits.max_queue_s, sequence.key))
+
+    def _reject(self, rejection: Rejection) -> None:
+        self.counters.count_end("rejected")
+        self._outputs.reject(rejection)
+
+    def _expire(self, now: float) -> None:
+        """Sequences that have waited too long to be started are refused."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            sequence = self.sequences.get(key)
+            if sequence is not None and sequence.queue_s < 0:
+                waited_ms, limit_ms = round(1000 * (now - sequence.added_at)), round(1000 * sequence.limits.max_queue_s)
+                self._reject(Rejection(key, "queue_timeout", waited_ms, limit_ms))
+                self._remove(sequence)
 
     def _finish_request(self, request: FinishRequest) -> None:
         sequence = self.sequences.get(request.key)
@@ -145,37 +199,44 @@ class SchedulerCore:
             self.counters.num_dropped += 1
             return
         del sequence.token_ids[sequence.num_prompt_tokens + request.keep :]
-        self._retire(sequence)
+        self._retire(sequence, request.reason)
 
     def _abort(self, request: AbortRequest) -> None:
         sequence = self.sequences.get(request.key)
         if sequence is None:
             self.counters.num_dropped += 1
             return
-        self._retire(sequence)
+        self._retire(sequence, "abort")
 
     def _peer_lost(self, peer: PeerLost) -> None:
         if peer.kind != "frontend":
             return
         for sequence in list(self.sequences.values()):
             if (sequence.key.frontend, sequence.key.incarnation) == (peer.index, peer.incarnation):
-                self._retire(sequence)
+                self._retire(sequence, "abort")
 
-    def _retire(self, sequence: Sequence) -> None:
-        """Ends a sequence: its blocks and row are free at once, or behind the plan that still uses them."""
+    def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.counters.count_end(reason)
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Its blocks and row are free at once, or behind the plan that still uses them."""
         fence = sequence.planned_in
         self.queues.move(sequence, Status.FINISHED)
         del self.sequences[sequence.key]
         self.memory.release(sequence, fence)
         self.swapping.release(sequence)
         self.rows.release(sequence, fence)
+        if sequence.suspicion is not None:
+            self.suspects.discard(sequence)
         self.counters.changed = True
 
     # --- planning --------------------------------------------------------------------------------------
 
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while len(self.plans) < self.config.max_plans_in_flight:
+        self._expire(now)
+        while len(self.plans) < self.config.max_plans_in_flight and not (self.plans and self.plans[-1].is_alone):
             planned = self._plan(now)
             if not planned:
                 break
@@ -192,7 +253,7 @@ class SchedulerCore:
             if sequence is not None and sequence.status is Status.RUNNING:
                 self.preemption.force(order, sequence)
         self._forced.clear()
-        planned = self.steps.build()
+        planned, is_alone = self._build()
         transfers = self.swapping.transfers.take()
         self.memory.pool.close_plan()
         if not planned and not transfers:
@@ -214,9 +275,26 @@ class SchedulerCore:
                 sequence.drawn_in = plan_id
             if sequence.queue_s < 0:
                 sequence.queue_s = now - sequence.added_at
-        self.plans.append(PlanInFlight(plan_id, in_flight, self.config.num_workers))
+        self.plans.append(PlanInFlight(plan_id, in_flight, self.config.num_workers, is_alone=is_alone))
         self.counters.count_plan(planned)
         return [*installs, Plan(self.config.epoch, plan_id, tuple(slices), transfers, self.rows.take_released(installs))]
+
+    def _build(self) -> tuple[list[PlannedSlice], bool]:
+        """The slices of the next plan, and whether a suspect has it to itself: in its turn, or because nobody else has work."""
+        step = self.counters.num_plans
+        suspect = self.suspects.due(step)
+        if suspect is not None and self.plans:
+            return [], False  # what is in flight comes to its end first
+        planned = self.steps.build_alone(suspect) if suspect is not None else []
+        if suspect is not None:
+            self.suspects.had_turn(step)
+        if planned:
+            return planned, True
+        planned = self.steps.build()
+        if not planned and suspect is None and not self.plans and (suspect := self.suspects.due(step, at_once=True)) is not None:
+            planned = self.steps.build_alone(suspect)
+            return planned, bool(planned)
+        return planned, False
 
     def _on_preempted(self, sequence: Sequence) -> None:
         self.steps.forget(sequence)
@@ -224,7 +302,7 @@ class SchedulerCore:
 
     def _on_lost(self, sequence: Sequence) -> None:
         """A copy that a forward waited for has failed: what the sequence computed on it means nothing."""
-        self._void_slices(sequence)
+        self.results.void_slices(sequence)
         self.preemption.stop(sequence)
 
     # --- workers ---------------------------------------------------------------------------------------
@@ -243,72 +321,7 @@ class SchedulerCore:
         self._measure(plan)
         for slice_ in plan.slices:
             if slice_.piece.sequence.status is not Status.FINISHED and not slice_.is_void:
-                self._apply(slice_, plan.results.get((slice_.row, slice_.row_version)))
-
-    def _apply(self, slice_: SliceInFlight, result: RowResult | None) -> None:
-        """One slice's outcome. A sequence preempted meanwhile keeps its new tokens, and what it computed unless it gave that up."""
-        piece = slice_.piece
-        sequence = piece.sequence
-        error = _error_of(piece, result)
-        if error:
-            self._outputs.emit(sequence, sequence.num_output_tokens, (), "error", error=error)
-            self._retire(sequence)
-            return
-        deferred = result is not None and result.outcome == "deferred"
-        if slice_.counts():
-            if not deferred:
-                self._advance(sequence, piece.start + piece.num_tokens)
-            elif piece.after_plan == NO_PLAN:
-                # No token was drawn, so the last position is computed again for its logits.
-                self._advance(sequence, piece.start + piece.num_tokens - 1)
-            if deferred:
-                self._give_back_unused(sequence)
-        if piece.sample and result is not None and not deferred and piece.start + piece.num_tokens == sequence.num_tokens:
-            self._append(sequence, result)
-
-    def _give_back_unused(self, sequence: Sequence) -> None:
-        """What is planned beyond the computed is not going to be: the row has heard of it, so it is installed anew."""
-        self._void_slices(sequence)
-        sequence.kv_version += 1
-        sequence.num_planned_tokens = sequence.num_pending_tokens = 0
-        self.rows.release(sequence, sequence.planned_in)
-        if sequence.status is Status.RUNNING:
-            self.memory.shrink(sequence, sequence.num_computed_tokens, sequence.planned_in)
-        else:
-            self.swapping.truncate(sequence, self.memory.blocks_for(sequence.num_computed_tokens) // self.memory.num_groups * self.config.block_size)
-
-    def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        before = sequence.num_computed_tokens
-        sequence.num_computed_tokens = num_computed_tokens
-        if before < sequence.num_highest_computed:
-            self.counters.tokens_recomputed += max(0, min(sequence.num_highest_computed, num_computed_tokens) - before)
-        if num_computed_tokens > sequence.num_highest_computed:
-            sequence.num_highest_computed = num_computed_tokens
-        self.memory.confirm(sequence, before)
-
-    def _append(self, sequence: Sequence, result: RowResult) -> None:
-        """Takes over the tokens drawn, up to the first that ends the sequence."""
-        first_index = sequence.num_output_tokens
-        reason: FinishReason | None = None
-        taken = 0
-        for token in result.token_ids:
-            sequence.token_ids.append(token)
-            taken += 1
-            reason = self._finish_reason(sequence, token)
-            if reason is not None:
-                break
-        self.counters.tokens_generated += taken
-        stop_id = result.token_ids[taken - 1] if reason == "stop" else NONE
-        self._outputs.emit(sequence, first_index, result.token_ids[:taken], reason, result=result, stop_id=stop_id)
-        if reason is not None:
-            self._retire(sequence)
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        if token in sequence.stop_ids and sequence.num_output_tokens >= sequence.sampling.min_tokens:
-            return "stop"
-        if sequence.num_output_tokens >= sequence.limits.max_tokens or sequence.num_tokens >= self.longest:
-            return "length"
-        return None
+                self.results.apply(slice_, plan.results.get((slice_.row, slice_.row_version)))
 
     def _row_missing(self, missing: RowMissing) -> None:
         """The workers changed nothing: everything of that plan is planned again, the missing row after a new installation."""
@@ -320,14 +333,8 @@ class SchedulerCore:
             # What the slice told the row is lost with it, so every row of the plan is installed anew.
             sequence = slice_.piece.sequence
             if sequence.status is not Status.FINISHED and slice_.counts():
-                self._give_back_unused(sequence)
-            self._void_slices(sequence)  # also where they do not count any more: what they computed on is not there
-
-    def _void_slices(self, sequence: Sequence) -> None:
-        """A plan was not carried out for this sequence: neither can those be that follow it."""
-        for plan in self.plans:
-            for slice_ in plan.slices:
-                slice_.is_void = slice_.is_void or slice_.piece.sequence is sequence
+                self.results.give_back_unused(sequence)
+            self.results.void_slices(sequence)  # also where they do not count any more: what they computed on is not there
 
     def _transfer_done(self, done: TransferDone) -> None:
         if done.epoch != self.config.epoch:
@@ -376,12 +383,4 @@ class SchedulerCore:
             return []
         counters.changed = False
         counters.last_snapshot = now
-        return [snapshot(self.config, self.queues, self.memory, self.swapping, self.preemption.decisions, counters)]
-
-
-def _error_of(piece: PlannedSlice, result: RowResult | None) -> str:
-    """Why a slice failed, "" if it did not. Sampling without a token is a failure too: such a sequence would never move again."""
-    if result is not None and result.outcome == "failed":
-        return result.error or "failed"
-    has_outcome = result is not None and (result.outcome == "deferred" or result.token_ids)
-    return "" if has_outcome or not piece.sample else "no token"
+        return [snapshot(self.config, self.queues, self.memory, self.swapping, self.preemption.decisions, counters, len(self.suspects))]

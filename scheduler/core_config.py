@@ -20,6 +20,7 @@ class CoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 512
     max_num_queued: Positive = 4096  #: waiting sequences; more are rejected
+    max_queued_tokens: Positive = 1 << 30  #: prompt tokens of all waiting sequences; more are rejected
     max_plans_in_flight: Annotated[int, Meta(ge=1, le=2)] = 1
     num_workers: Positive = 1
     scheduling_policy: str = "fcfs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from pagemill.messages import NONE, StatsSnapshot
+from pagemill.messages import NONE, Adopt, StatsSnapshot
 from scheduler.core_config import CoreConfig
 from scheduler.decisions import Decisions
 from scheduler.kv_memory import KvMemory
@@ -34,6 +34,9 @@ class Counters:
     tokens_computed: int = 0
     tokens_recomputed: int = 0
     tokens_generated: int = 0
+    core_rebuilds: int = 0
+    sequences_received: int = 0
+    sequences_finished: dict[str, int] = field(default_factory=dict)  #: by finish reason, or "rejected"
     steps_with_tokens: dict[int, int] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
     resume_seconds: dict[float, int] = field(default_factory=dict)
@@ -62,6 +65,15 @@ class Counters:
         self.resume_seconds[bound] = self.resume_seconds.get(bound, 0) + 1
         self.resume_seconds_sum += seconds
 
+    def adopt(self, event: Adopt) -> None:
+        """What happened while there was no core is counted by the next."""
+        self.core_rebuilds = event.core_rebuilds
+        self.sequences_received += event.sequences_received
+        self.sequences_finished |= event.sequences_finished
+
+    def count_end(self, reason: str) -> None:
+        self.sequences_finished[reason] = self.sequences_finished.get(reason, 0) + 1
+
     def is_snapshot_due(self, config: CoreConfig, now: float) -> bool:
         interval = config.snapshot_interval_s if self.changed else config.idle_snapshot_interval_s
         return now - self.last_snapshot >= interval
@@ -84,7 +96,9 @@ def slot_utilization(queues: Queues, memory: KvMemory) -> float:
     return (num_positions - wasted) / num_positions
 
 
-def snapshot(config: CoreConfig, queues: Queues, memory: KvMemory, swapping: Swapping, decisions: Decisions, counters: Counters) -> StatsSnapshot:
+def snapshot(
+    config: CoreConfig, queues: Queues, memory: KvMemory, swapping: Swapping, decisions: Decisions, counters: Counters, num_suspects: int
+) -> StatsSnapshot:
     """Gauges of this moment and counters so far."""
     pool, swap, rates = memory.pool, swapping.swap, swapping.transfers.rates
     return StatsSnapshot(
@@ -119,4 +133,8 @@ def snapshot(config: CoreConfig, queues: Queues, memory: KvMemory, swapping: Swa
         steps_with_tokens=dict(counters.steps_with_tokens),
         step_seconds=dict(counters.step_seconds),
         dropped_messages=counters.num_dropped,
+        sequences_received=counters.sequences_received,
+        sequences_finished=dict(counters.sequences_finished),
+        num_suspects=num_suspects,
+        core_rebuilds=counters.core_rebuilds,
     )

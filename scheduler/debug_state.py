@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pagemill.messages import BlockCounts, DebugState, InvariantReport, SequenceState, SwapSlotCounts
+from pagemill.messages import BlockCounts, DebugState, InvariantReport, Revive, SequenceState, SwapSlotCounts
 from scheduler.core import SchedulerCore
 from scheduler.invariants import InvariantError, check
+from scheduler.keeper import CoreKeeper
+from scheduler.sequence import Status
 
 
 def debug_state(core: SchedulerCore) -> DebugState:
@@ -31,6 +33,34 @@ def debug_state(core: SchedulerCore) -> DebugState:
         blocks=BlockCounts(total=pool.num_blocks, free=pool.num_free, cached=pool.num_cached, used=pool.num_used),
         swap_slots=SwapSlotCounts(total=swap.total, free=swap.num_free, cached=swap.num_cached, held=swap.num_used),
         invariants=_report(core),
+    )
+
+
+def debug_state_without_core(keeper: CoreKeeper) -> DebugState:
+    """Sequences wait for workers, and there is nothing else."""
+    return DebugState(
+        epoch=keeper.epoch,
+        steps=0,
+        plans_in_flight=0,
+        sequences=[_held(number, revive) for number, revive in enumerate(keeper.held(), start=1)],
+        blocks=BlockCounts(total=0, free=0, cached=0, used=0),
+        swap_slots=SwapSlotCounts(total=0, free=0, cached=0, held=0),
+        invariants=InvariantReport(ok=True, error=None),
+    )
+
+
+def _held(number: int, revive: Revive) -> SequenceState:
+    num_tokens = (len(revive.request.prompt_ids) + len(revive.request.output_ids)) // 4
+    return SequenceState(
+        request_id=revive.request.request_id,
+        seq_id=number,
+        status=Status.WAITING.value if revive.queue_s < 0 else Status.PREEMPTED.value,
+        num_tokens=num_tokens,
+        num_computed_tokens=0,
+        num_cached_tokens=revive.num_cached_tokens,
+        blocks=0,
+        swap_slots=0,
+        preemptions=revive.num_preemptions,
     )
 
 

@@ -50,6 +50,11 @@ class EventLog:
         self._file.write(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
 
+def log_path(path: str, number: int) -> str:
+    """Where the log of a process's core number `number` goes: each core has a log of its own, the first the path asked for."""
+    return path if number == 0 else f"{path}.{number}"
+
+
 def read_log(path: Path) -> tuple[CoreConfig, Iterator[Record]]:
     """The config and the records of a log, the latter read as they are asked for.
 

@@ -41,6 +41,7 @@ class Outputs:
             queue_s=max(0.0, sequence.queue_s),
             error=error,
         )
+        sequence.num_emitted_tokens = first_index + len(token_ids)
         self._outputs.setdefault(sequence.key.frontend, []).append(output)
 
     def take(self) -> list[Effect]:

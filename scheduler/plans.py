@@ -34,3 +34,4 @@ class PlanInFlight(msgspec.Struct):
     ranks_left: int
     results: dict[tuple[RowId, int], RowResult] = {}
     seconds: dict[str, float] = {}
+    is_alone: bool = False  #: a suspect has it to itself

@@ -1,22 +1,30 @@
 """The scheduler's shell: sockets, clock and log around the pure core.
 
-One loop: wait, drain every socket through the core, then ask for one `Turn`, and send what comes out. It
+One loop: wait, drain every socket through the core's keeper, then ask for one `Turn`, and send what comes out. It
 decides nothing. Plans and rows are encoded once and sent to every rank; sends never block, because what is
-in flight is bounded by the number of plans and of requests.
+in flight is bounded by the number of plans and of requests. A step past its deadline is reported to the launcher, who
+replaces the workers.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from typing import assert_never
 
 import msgspec
 import zmq
 
-from pagemill.channels import Channel, ChannelError
+from kvstore.kv_directory import KvDirectory
 from pagemill.child import Child
 from pagemill.config import SchedulerConfig
+from pagemill.injection import reach
 from pagemill.messages import (
+    NONE,
+    AddRequest,
+    Adopt,
+    BlockId,
     DebugStateQuery,
     DebugStateReply,
     DecisionsQuery,
@@ -24,19 +32,23 @@ from pagemill.messages import (
     Drain,
     Effect,
     Event,
+    Explained,
     FrontendToScheduler,
     InstallRow,
     PeerLost,
     PeerUp,
     Plan,
     Progress,
-    Ready,
+    Reload,
+    RowMissing,
     SchedulerReady,
-    SchedulerToFrontend,
-    SchedulerToWorker,
     Start,
     StatsSnapshot,
+    StepDone,
     StepOutput,
+    Stuck,
+    SwapSlotId,
+    TransferDone,
     Turn,
     WorkerReady,
     WorkerToScheduler,
@@ -44,57 +56,81 @@ from pagemill.messages import (
 from pagemill.telemetry import get_logger
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
-from scheduler.debug_state import debug_state
-from scheduler.event_log import EventLog
-from scheduler.invariants import check
+from scheduler.debug_state import debug_state, debug_state_without_core
+from scheduler.event_log import EventLog, log_path
+from scheduler.keeper import CoreKeeper
+from scheduler.peers import Peers
+from scheduler.step_watch import StepWatch
 
 log = get_logger("scheduler.process")
 
-WorkerChannel = Channel[SchedulerToWorker, WorkerToScheduler]
-FrontendChannel = Channel[SchedulerToFrontend, FrontendToScheduler]
+#: With nothing to do, the books are checked this often.
+_AUDIT_EVERY_S = 60.0
 
 
 class SchedulerProcess:
-    """Owns the sockets; the core is built when all workers have reported."""
+    """Owns the sockets. Workers and frontends come and go; the keeper has the sequences."""
 
     def __init__(self, child: Child[SchedulerConfig]) -> None:
         self._child = child
         self._config = child.config
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(child.control.fileno(), zmq.POLLIN)
         child.control.socket.setblocking(False)
-        self._workers: dict[int, WorkerChannel] = {}
-        self._frontends: dict[int, FrontendChannel] = {}
-        self._incarnations: dict[int, int] = {}  #: of the frontends
-        self._told: set[int] = set()  #: frontends that have been sent SchedulerReady
+        self._peers = Peers(child.hello(), self._poller)
+        self._peers.on_lost, self._peers.on_unusable = self._handle, self._replace_worker
         self._ready: dict[int, WorkerReady] = {}
-        self._core: SchedulerCore | None = None
+        self._keeper = CoreKeeper(
+            child.start.epoch, max_num_held=self._config.max_num_queued + self._config.max_num_seqs, check_invariants=self._config.check_invariants
+        )
+        self._keeper.on_core, self._keeper.on_event, self._keeper.on_failure = self._on_core, self._on_event, self._on_failure
+        self._watch = StepWatch(self._config.step_timeout_s, self._config.step_timeout_s_per_token, self._config.num_workers)
+        self._directory: KvDirectory | None = None
+        self._memory = _map(child.start.directory_fd)
         self._log: EventLog | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._schedule_s = 0.0
+        self._schedule_s = 0.0  #: spent in the present core
+        self._num_dropped = 0  #: frames that nobody could read, since it exists
+        self._next_audit = 0.0
         self._deadline: float | None = None  #: of draining, once it is asked for
 
     def run(self) -> None:
         """Until the launcher hangs up, or what it wanted finished is finished."""
         try:
             while self._drain_control() and not self._is_drained():
-                self._drain_workers()
-                self._drain_frontends()
-                if self._core is not None:
-                    self._handle(Turn())
+                for answer in self._peers.from_workers():
+                    self._from_worker(answer)
+                for frontend, request in self._peers.from_frontends():
+                    self._from_frontend(frontend, request)
+                self._tell_ready()
+                self._handle(Turn())
+                self._child.alive()
+                self._look_after()
                 self._poller.poll(self._timeout_ms())
         finally:
             if self._log is not None:
                 self._log.close()
-            self._context.destroy(linger=0)
+            self._peers.close()
 
     def _timeout_ms(self) -> int:
         """Until the next snapshot is due, if nothing arrives before."""
-        if self._core is None:
+        core = self._keeper.core
+        if core is None:
             return 1000
-        config, counters = self._core.config, self._core.counters
-        return int(1000 * (config.snapshot_interval_s if counters.changed else config.idle_snapshot_interval_s))
+        return int(1000 * (core.config.snapshot_interval_s if core.counters.changed else core.config.idle_snapshot_interval_s))
+
+    def _look_after(self) -> None:
+        """Workers that hang are reported, once; with nothing to do, the books are checked."""
+        now = time.monotonic()
+        ranks, seconds = self._watch.late(now)
+        if ranks:
+            self._watch.clear()
+        for rank in ranks:
+            self._replace_worker(rank, f"did not complete a step in {seconds:.0f} s")
+        if self._keeper.num_sequences:
+            self._next_audit = now + _AUDIT_EVERY_S
+        elif now >= self._next_audit:
+            self._next_audit = now + _AUDIT_EVERY_S
+            self._carry_out(self._keeper.audit(now))
 
     # --- in --------------------------------------------------------------------------------------------
 
@@ -102,19 +138,21 @@ class SchedulerProcess:
         """False when the launcher is gone or wants us gone."""
         while True:
             try:
-                message = self._child.control.receive()
+                message = self._child.receive()
             except BlockingIOError:
                 return True
             match message:
                 case None:
                     return False
                 case PeerUp():
-                    self._connect(message)
+                    self._peers.connect(message)
                 case PeerLost():
-                    self._disconnect(message)
+                    self._lost(message)
                 case Drain():
                     self._deadline = time.monotonic() + message.timeout_s
                     self._handle(message)
+                case Reload():
+                    self._child.apply_reload(message)
                 case Start() | Progress():
                     pass  # Start was consumed on entry; progress is for frontends
                 case _:
@@ -123,150 +161,86 @@ class SchedulerProcess:
     def _is_drained(self) -> bool:
         if self._deadline is None:
             return False
-        return self._core is None or not self._core.sequences or time.monotonic() >= self._deadline
+        return not self._keeper.num_sequences or time.monotonic() >= self._deadline
 
-    def _drain_workers(self) -> None:
-        for channel in list(self._workers.values()):
-            while (message := channel.receive()) is not None:
-                if isinstance(message, WorkerReady):
-                    self._worker_ready(message)
-                else:
-                    self._handle(message)
+    def _lost(self, peer: PeerLost) -> None:
+        if not self._peers.disconnect(peer):
+            return
+        if peer.kind == "frontend":
+            self._handle(peer)
+        elif peer.kind == "worker":
+            # One rank's end is the group's: the others hold parts of what it computed.
+            self._watch.clear()
+            self._ready.clear()
+            before = self._keeper.num_explained
+            self._carry_out(self._keeper.workers_lost(time.monotonic()))
+            if self._keeper.num_explained > before:
+                self._child.say(Explained(self._keeper.num_explained - before))
 
-    def _drain_frontends(self) -> None:
-        for index, channel in list(self._frontends.items()):
-            try:
-                while (message := channel.receive()) is not None:
-                    self._from_frontend(channel, message)
-                self._tell_ready(index, channel)
-            except ChannelError as error:
-                self._drop_frontend(index, str(error))
+    def _replace_worker(self, rank: int, reason: str) -> None:
+        log.error("worker_stuck", rank=rank, reason=reason)
+        self._child.say(Stuck("worker", rank, self._peers.incarnation("worker", rank), reason))
 
-    def _from_frontend(self, channel: FrontendChannel, message: FrontendToScheduler) -> None:
-        if self._core is None:
-            log.warning("message_before_ready", kind=type(message).__name__)
-        elif isinstance(message, DebugStateQuery):
-            channel.send(DebugStateReply(message.query, debug_state(self._core)))
+    def _from_worker(self, message: WorkerToScheduler) -> None:
+        match message:
+            case WorkerReady():
+                self._worker_ready(message)
+                return
+            case StepDone() | RowMissing():
+                reach("scheduler.step_done")
+                if message.epoch == self._keeper.epoch:
+                    self._watch.answered(message.plan_id, message.rank, time.monotonic())
+            case TransferDone():
+                reach("scheduler.transfer_done")
+            case _:
+                assert_never(message)
+        self._handle(message)
+
+    def _from_frontend(self, index: int, message: FrontendToScheduler) -> None:
+        core = self._keeper.core
+        if isinstance(message, DebugStateQuery):
+            state = debug_state(core) if core is not None else debug_state_without_core(self._keeper)
+            self._peers.send_frontend(index, DebugStateReply(message.query, state))
         elif isinstance(message, DecisionsQuery):
-            channel.send(DecisionsReply(message.query, time.monotonic(), self._core.preemption.decisions.newest(message.limit)))
+            decisions = core.preemption.decisions.newest(message.limit) if core is not None else []
+            self._peers.send_frontend(index, DecisionsReply(message.query, time.monotonic(), decisions))
         else:
+            if isinstance(message, AddRequest):
+                reach("scheduler.add")
             self._handle(message)
 
     def _handle(self, event: Event) -> None:
-        if self._core is None:
-            return
         now = time.monotonic()
-        effects: list[Effect] = []
-        try:
-            effects = self._core.handle(event, now)
-        finally:  # above all the event that the core dies of: a replay dies of it too
-            if self._log is not None:
-                self._log.append(now, event, effects)
-        if self._config.check_invariants:
-            check(self._core)
-        for effect in effects:
-            self._carry_out(effect)
+        effects = self._keeper.handle(event, now)
+        if effects:
+            self._carry_out(effects)
         self._schedule_s += time.monotonic() - now
 
-    # --- out -------------------------------------------------------------------------------------------
-
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case InstallRow() | Plan():
-                frame = self._encoder.encode(effect)
-                for worker in self._workers.values():
-                    worker.send_frame(frame)
-            case StepOutput():
-                self._send_frontend(effect.frontend, self._encoder.encode(effect))
-            case StatsSnapshot():
-                seconds = {**effect.step_seconds, "schedule": self._schedule_s}
-                dropped = effect.dropped_messages + self._num_undecodable()
-                frame = self._encoder.encode(msgspec.structs.replace(effect, step_seconds=seconds, dropped_messages=dropped))
-                for index in sorted(self._told):
-                    self._send_frontend(index, frame)
-                if self._log is not None:
-                    self._log.flush()
-            case _:
-                assert_never(effect)
-
-    def _num_undecodable(self) -> int:
-        """Frames that the channels could not decode and dropped."""
-        return sum(worker.num_dropped for worker in self._workers.values()) + sum(frontend.num_dropped for frontend in self._frontends.values())
-
-    def _send_frontend(self, index: int, frame: bytes) -> None:
-        """A frontend that cannot be reached is gone or stuck, whatever the launcher has noticed yet: it is dropped."""
-        channel = self._frontends.get(index)
-        if channel is None:
-            return
-        try:
-            channel.send_frame(frame)
-        except ChannelError as error:
-            self._drop_frontend(index, str(error))
-
-    def _drop_frontend(self, index: int, reason: str) -> None:
-        log.warning("frontend_dropped", index=index, reason=reason)
-        incarnation = self._incarnations[index]
-        self._close_frontend(index)
-        self._handle(PeerLost("frontend", index, incarnation))
-
-    def _tell_ready(self, index: int, channel: FrontendChannel) -> None:
-        if self._core is None or not channel.greeted or index in self._told:
-            return
-        config = self._core.config
-        channel.send(
-            SchedulerReady(
-                epoch=config.epoch,
-                max_model_len=self._core.longest,
-                block_size=config.block_size,
-                num_blocks=config.num_blocks,
-                num_swap_slots=config.num_swap_slots,
-                max_num_seqs=config.max_num_seqs,
-                deterministic=all(ready.deterministic for ready in self._ready.values()),
-            )
-        )
-        self._told.add(index)
-
-    # --- peers -----------------------------------------------------------------------------------------
-
-    def _connect(self, peer: PeerUp) -> None:
-        hello = self._child.hello()
-        if peer.kind == "worker":
-            worker: WorkerChannel = Channel(self._context, peer.address, bind=True, hello=hello, peer="worker", incoming=WorkerToScheduler)
-            self._workers[peer.index] = worker
-            self._poller.register(worker.socket, zmq.POLLIN)
-        elif peer.kind == "frontend":
-            frontend: FrontendChannel = Channel(self._context, peer.address, bind=True, hello=hello, peer="frontend", incoming=FrontendToScheduler)
-            self._frontends[peer.index] = frontend
-            self._incarnations[peer.index] = peer.incarnation
-            self._poller.register(frontend.socket, zmq.POLLIN)
-
-    def _disconnect(self, peer: PeerLost) -> None:
-        if peer.kind == "frontend":
-            self._close_frontend(peer.index)
-        self._handle(peer)
-
-    def _close_frontend(self, index: int) -> None:
-        channel = self._frontends.pop(index, None)
-        self._told.discard(index)
-        if channel is not None:
-            self._poller.unregister(channel.socket)
-            channel.close()
+    # --- the core comes and goes -----------------------------------------------------------------------
 
     def _worker_ready(self, ready: WorkerReady) -> None:
-        if self._core is not None:
-            log.warning("worker_ready_again", rank=ready.rank)  # a restart of workers is a new epoch, which does not exist yet
+        if self._keeper.core is not None or not 0 <= ready.rank < self._config.num_workers:
+            log.warning("worker_ready_unasked", rank=ready.rank)
             return
         self._ready[ready.rank] = ready
         if len(self._ready) < self._config.num_workers:
             return
-        reports = list(self._ready.values())
-        config = CoreConfig(
+        reach("scheduler.workers_ready")
+        config = self._core_config(list(self._ready.values()))
+        adopt = self._open_directory(config)
+        self._carry_out(self._keeper.workers_ready(config, adopt, time.monotonic()))
+        log.debug("core_built", num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len)
+        self._child.say_ready(f"{config.num_blocks} KV blocks of {config.block_size} tokens")
+
+    def _core_config(self, reports: list[WorkerReady]) -> CoreConfig:
+        return CoreConfig(
             num_blocks=min(report.num_blocks for report in reports),
-            block_size=ready.block_size,
+            block_size=reports[0].block_size,
             max_model_len=min(report.max_model_len for report in reports),
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_num_queued=self._config.max_num_queued,
+            max_queued_tokens=self._config.max_queued_tokens,
             max_plans_in_flight=self._config.max_plans_in_flight,
             num_swap_slots=min(report.num_swap_slots for report in reports),
             preemption=self._config.preemption,
@@ -277,10 +251,107 @@ class SchedulerProcess:
             num_workers=self._config.num_workers,
             scheduling_policy=self._config.scheduling_policy,
             prefix_caching=self._config.prefix_caching,
-            epoch=self._child.start.epoch,
         )
-        self._core = SchedulerCore(config)
+
+    def _open_directory(self, config: CoreConfig) -> Adopt | None:
+        """What KV has outlived the former core, or the former scheduler: the arena's, and the pool's if these workers wrote it."""
+        if self._memory is None:
+            return None
+        try:
+            self._directory = KvDirectory(
+                self._memory,
+                num_blocks=config.num_blocks,
+                num_slots=config.num_swap_slots,
+                block_bytes=config.block_bytes,
+                block_size=config.block_size,
+                pool_incarnation=self._peers.incarnation("worker", 0),
+                on_write=lambda: reach("scheduler.directory"),
+            )
+        except ValueError as error:  # more blocks than the launcher has provided for: then nothing outlives the scheduler
+            log.warning("no_kv_directory", error=str(error))
+            return None
+        blocks = tuple((BlockId(number), key) for number, key in self._directory.blocks.entries())
+        slots = tuple((SwapSlotId(number), key) for number, key in self._directory.slots.entries())
+        log.info("kv_adopted", blocks=len(blocks), swap_slots=len(slots))
+        return Adopt(blocks, slots)
+
+    def _on_core(self, core: SchedulerCore) -> None:
+        """A core is about to get its first event. It counts from zero, and so do we."""
+        self._schedule_s, self._num_dropped = 0.0, 0
+        if self._directory is not None:
+            core.memory.pool.index.mirror = self._directory.blocks
+            core.swapping.swap.index.mirror = self._directory.slots
         if self._config.event_log:
-            self._log = EventLog(self._config.event_log, config)
-        log.debug("core_built", num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len)
-        self._child.control.send(Ready(f"{config.num_blocks} KV blocks of {config.block_size} tokens"))
+            if self._log is not None:
+                self._log.close()
+            self._log = EventLog(log_path(self._config.event_log, core.config.epoch - self._child.start.epoch), core.config)
+
+    def _on_event(self, now: float, event: Event, effects: list[Effect]) -> None:
+        if self._log is not None:
+            self._log.append(now, event, effects)
+
+    def _on_failure(self, error: Exception) -> None:
+        """The core is going to be rebuilt, and nothing that it said of KV is to be believed."""
+        log.error("core_failed", error=str(error), recent=list(self._keeper.recent), exc_info=error)
+        self._watch.clear()
+        if self._directory is not None:
+            self._directory.blocks.clear_all()
+            self._directory.slots.clear_all()
+
+    # --- out -------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case InstallRow():
+                    self._peers.send_workers(effect)
+                case Plan():
+                    reach("scheduler.plan")
+                    self._watch.sent(effect, time.monotonic())
+                    self._peers.send_workers(effect)
+                    reach("scheduler.planned")
+                case StepOutput():
+                    reach("scheduler.output")
+                    self._peers.send_frontend(effect.frontend, effect)
+                    reach("scheduler.output_sent")
+                case StatsSnapshot():
+                    self._send_snapshot(effect)
+                case _:
+                    assert_never(effect)
+
+    def _send_snapshot(self, snapshot: StatsSnapshot) -> None:
+        self._num_dropped += self._peers.take_dropped()
+        seconds = {**snapshot.step_seconds, "schedule": self._schedule_s}
+        snapshot = msgspec.structs.replace(snapshot, step_seconds=seconds, dropped_messages=snapshot.dropped_messages + self._num_dropped)
+        for index in self._peers.told():
+            self._peers.send_frontend(index, snapshot)
+        if self._log is not None:
+            self._log.flush()
+
+    def _tell_ready(self) -> None:
+        """Every frontend hears once of each core."""
+        core = self._keeper.core
+        untold = self._peers.untold(core.config.epoch) if core is not None else []
+        if core is None or not untold:
+            return
+        config = core.config
+        ready = SchedulerReady(
+            epoch=config.epoch,
+            max_model_len=core.longest,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            num_swap_slots=config.num_swap_slots,
+            max_num_seqs=config.max_num_seqs,
+            deterministic=all(ready.deterministic for ready in self._ready.values()),
+        )
+        for index in untold:
+            self._peers.tell_ready(index, ready)
+
+
+def _map(fd: int) -> memoryview | None:
+    """The memory behind a descriptor, writable and shared; None without one."""
+    if fd == NONE:
+        return None
+    memory = memoryview(mmap.mmap(fd, 0))
+    os.close(fd)
+    return memory

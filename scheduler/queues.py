@@ -24,6 +24,7 @@ class Queues:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.num_waiting_tokens = 0  #: prompt tokens of all that wait
 
     def of(self, status: Status) -> list[Sequence]:
         """The list of a status. Finished sequences are in none."""
@@ -39,6 +40,7 @@ class Queues:
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
+        self.num_waiting_tokens += sequence.num_prompt_tokens
 
     def move(self, sequence: Sequence, status: Status) -> None:
         """Changes the status and the list together."""
@@ -46,6 +48,8 @@ class Queues:
         index = bisect_left(queue, sequence.order, key=_order)
         if index == len(queue) or queue[index] is not sequence:
             raise ValueError(f"{sequence!r} is not in the queue of its status")
+        if sequence.status is Status.WAITING:
+            self.num_waiting_tokens -= sequence.num_prompt_tokens
         sequence.move_to(status)
         del queue[index]
         if status is not Status.FINISHED:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from kvstore.block_table import BlockTable
 from pagemill.keys import KEY_BYTES, block_key
-from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, PlanId, SeqId, SequenceKey, SwapSlotId, unpack_ids
+from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, PlanId, SeqId, SequenceKey, Suspicion, SwapSlotId, unpack_ids
 
 
 class Status(Enum):
@@ -58,6 +58,8 @@ class Sequence:
         "arriving",
         "block_size",
         "drawn_in",
+        "has_decoded",
+        "has_prefilled",
         "holds_weakly",
         "key",
         "keys",
@@ -66,6 +68,7 @@ class Sequence:
         "num_absent",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_emitted_tokens",
         "num_highest_computed",
         "num_pending_tokens",
         "num_planned_tokens",
@@ -89,6 +92,7 @@ class Sequence:
         "slots",
         "status",
         "stop_ids",
+        "suspicion",
         "tables",
         "token_ids",
         "waiting_since_step",
@@ -122,6 +126,9 @@ class Sequence:
         self.preempted_at = now  #: when it last yielded
         self.waiting_since_step = 0  #: since when it does not run
         self.resumed_in_step = -(2**31)  #: when it last came back, long ago if never
+        self.num_emitted_tokens = len(request.output_ids) // 4  #: output tokens that its frontend has been sent
+        self.has_prefilled = self.has_decoded = False  #: has completed a slice of several tokens, of a single one
+        self.suspicion: Suspicion | None = None  #: a worker died while it computed some positions
         self.queue_s = -1.0  #: arrival here to the first slice, seconds; negative until then
 
         self.tables = [BlockTable() for _ in range(num_groups)]
@@ -166,6 +173,12 @@ class Sequence:
     def is_present(self) -> bool:
         """All KV it has is on the device."""
         return not self.num_absent and not self.arriving
+
+    @property
+    def must_be_alone(self) -> bool:
+        """A worker died at its next positions: they are computed in a plan of their own (`suspicion`)."""
+        suspicion = self.suspicion
+        return suspicion is not None and suspicion.alone and self.num_computed_tokens + self.num_planned_tokens >= suspicion.first
 
     @property
     def is_cacheable(self) -> bool:

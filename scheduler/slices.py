@@ -51,6 +51,19 @@ class StepBuilder:
         self._longest = min(config.max_model_len, memory.capacity_tokens())
         self._slices: dict[int, PlannedSlice] = {}
         self._tokens_left = 0
+        self._alone: Sequence | None = None  #: the step is built for this one
+
+    def build_alone(self, suspect: Sequence) -> list[PlannedSlice]:
+        """The slice of a suspect that has the step to itself; none if it cannot run now, and then `build` may follow."""
+        self._slices = {}
+        self._tokens_left = self._config.max_num_batched_tokens
+        self._preemption.head = self._alone = suspect
+        if suspect.status is Status.RUNNING:
+            self._plan(suspect)
+        else:
+            self._start(suspect)
+        self._alone = None
+        return list(self._slices.values())
 
     def build(self) -> list[PlannedSlice]:
         """The slices of the next step, none if nothing can run. `begin` of the planner precedes it."""
@@ -62,9 +75,11 @@ class StepBuilder:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in running:
+            if sequence.must_be_alone:
+                continue
             (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
         head = self._preemption.head = self._queues.head(admits)
-        starting = head if head is not None and head.status is not Status.RUNNING else None
+        starting = head if head is not None and head.status is not Status.RUNNING and not head.must_be_alone else None
         reserved = 1 if starting is not None or (prefills and prefills[0] is head) else 0
         for sequence in decodes:
             if sequence.status is Status.RUNNING and self._tokens_left > reserved:
@@ -90,7 +105,7 @@ class StepBuilder:
                 return
             if candidate is self._preemption.head:
                 continue  # it was asked already
-            if candidate.planned_in != NO_PLAN or self._memory.is_being_computed_ahead(candidate):
+            if candidate.planned_in != NO_PLAN or candidate.must_be_alone or self._memory.is_being_computed_ahead(candidate):
                 num_passed += 1
                 continue
             if not self._start(candidate):
@@ -141,10 +156,14 @@ class StepBuilder:
         if sequence.planned_in != NO_PLAN and not self._may_overlap(sequence):
             return
         self._memory.adopt_prefix(sequence)
-        if self._memory.is_being_computed_ahead(sequence):
+        if self._memory.is_being_computed_ahead(sequence) and sequence is not self._alone:
             return
         start = sequence.num_computed_tokens + sequence.num_planned_tokens
         num_tokens = min(sequence.num_uncomputed_tokens, self._tokens_left)
+        if sequence.suspicion is not None and sequence.suspicion.alone and sequence is not self._alone:
+            num_tokens = min(num_tokens, sequence.suspicion.first - start)
+            if num_tokens <= 0:
+                return
         if not self._preemption.extend(sequence, start + num_tokens):
             num_tokens = min(num_tokens, self._num_positions_obtainable(sequence) - start)
             if num_tokens <= 0 or not self._memory.extend(sequence, start + num_tokens):

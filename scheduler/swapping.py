@@ -127,7 +127,15 @@ class Swapping:
             slots.clear()
         sequence.arriving.clear()
         if not sequence.is_cacheable:
-            self._forget_private(sequence)
+            self.forget_copies(sequence)
+
+    def forget_copies(self, sequence: Sequence) -> None:
+        """What lies in the arena of its full blocks is of no use to anybody: only it could find that, or it is not to be trusted."""
+        for index in range(sequence.num_highest_computed // self._block_size if self.swap.total else 0):
+            for group in range(self.memory.num_groups):
+                slot = self.swap.index.find(sequence.copy_key(index, group))
+                if slot is not None:
+                    self.swap.forget(slot)
 
     def _swap_out(self, sequence: Sequence, tail: Tail) -> None:
         pool = self.memory.pool
@@ -374,11 +382,3 @@ class Swapping:
         """Positions in a block, counted once over the groups."""
         reached = sequence.num_computed_tokens + sequence.num_planned_tokens
         return 0 if group else min(self._block_size, reached - index * self._block_size)
-
-    def _forget_private(self, sequence: Sequence) -> None:
-        """What only this sequence could have found is of no use any more."""
-        for index in range(sequence.num_highest_computed // self._block_size if self.swap.total else 0):
-            for group in range(self.memory.num_groups):
-                slot = self.swap.index.find(sequence.copy_key(index, group))
-                if slot is not None:
-                    self.swap.forget(slot)

@@ -1,14 +1,23 @@
-"""Drives a `SchedulerCore` with a `FakeWorker` and a fake clock, checking every invariant after every event."""
+"""Drives a `SchedulerCore`, behind its keeper, with a `FakeWorker` and a fake clock, checking every invariant after every event.
+
+Workers can be lost and come back, the core can fail, and a scheduler can be replaced by a new one that knows only what
+lies in the KV directory and what frontends send again; what the client has received must stay free of gaps throughout.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
+import msgspec
+
+from kvstore.kv_directory import KvDirectory, directory_bytes
 from pagemill.keys import prefix_keys, root_key
 from pagemill.messages import (
     AbortRequest,
     AddRequest,
+    Adopt,
+    BlockId,
     Effect,
     Event,
     FinishRequest,
@@ -23,25 +32,35 @@ from pagemill.messages import (
     StatsSnapshot,
     StepDone,
     StepOutput,
+    SwapSlotId,
     Turn,
     pack_ids,
 )
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.invariants import check
+from scheduler.keeper import CoreKeeper
 from tests.helpers.fake_worker import FakeWorker
+
+#: From one scheduler's first epoch to the next one's.
+_EPOCHS = 1 << 20
 
 ROOT = root_key(b"model", b"", b"domain")
 
 
 class CoreDriver:
-    """One core, one worker, one client. `outputs` and `finished` are what the client has received."""
+    """One scheduler, one worker, one client. `outputs` and `finished` are what the client has received."""
 
     def __init__(self, config: CoreConfig | None = None, **numbers: object) -> None:
-        self.core = SchedulerCore(config or CoreConfig(**numbers))  # type: ignore[arg-type]
-        config = self.core.config
+        config = self._config = config or CoreConfig(**numbers)  # type: ignore[arg-type]
+        self.requests: dict[SequenceKey, AddRequest] = {}  #: what the client has asked for and has not seen the end of
+        self._memory = bytearray(directory_bytes(config.num_blocks, config.num_swap_slots))
+        self._pool_incarnation = 0
+        self.failure: Exception | None = None  #: why the core failed last; only one that is expected
+        self.expects_failure = False
         self.worker = FakeWorker(config.num_blocks, config.block_size, config.num_groups, num_slots=config.num_swap_slots)
         self.now = 0.0
+        self.keeper = self._new_keeper(config.epoch)
         self.outputs: dict[SequenceKey, list[int]] = {}
         self.finished: dict[SequenceKey, SequenceOutput] = {}
         self.rejected: dict[SequenceKey, Rejection] = {}
@@ -51,18 +70,93 @@ class CoreDriver:
         self.plans: list[Plan] = []
         self.log: list[tuple[float, Event, list[Effect]]] = []
         self._next_request = 0
+        self._carry_out(self.keeper.workers_ready(config, None, self.now))
+
+    @property
+    def core(self) -> SchedulerCore:
+        """The present one; there must be one."""
+        assert self.keeper.core is not None
+        return self.keeper.core
 
     def handle(self, event: Event) -> list[Effect]:
         self.now += 0.01
-        effects = self.core.handle(event, self.now)
+        if isinstance(event, FinishRequest | AbortRequest):
+            self.requests.pop(event.key, None)
+        effects = self.keeper.handle(event, self.now)
         self.log.append((self.now, event, effects))
-        check(self.core)
+        self._carry_out(effects)
+        return effects
+
+    # --- disasters -------------------------------------------------------------------------------------
+
+    def lose_worker(self) -> None:
+        """The worker is gone with its pool and all that was in flight. What it was writing into the arena is rubbish."""
+        self.in_flight.clear()
+        arena = self.worker.arena
+        for transfer in self.worker.transfers:
+            if transfer.to_tier == "arena":
+                arena[transfer.to_id] = [(-4, -4, -4)] * self._config.block_size
+        worker = FakeWorker(self._config.num_blocks, self._config.block_size, self._config.num_groups, num_slots=self._config.num_swap_slots)
+        worker.arena, worker.fail, worker.defer, worker.fail_copy = arena, self.worker.fail, self.worker.defer, self.worker.fail_copy
+        self.worker = worker
+        self._pool_incarnation += 1
+        self._carry_out(self.keeper.workers_lost(self.now))
+
+    def worker_back(self) -> None:
+        """Another worker is ready, and there is a core again."""
+        self._carry_out(self.keeper.workers_ready(self._config, self._adopt(), self.now))
+
+    def restart_scheduler(self) -> None:
+        """A new scheduler: it meets the old worker, adopts what the directory says, and the client sends everything again."""
+        self.in_flight.clear()
+        self.keeper = self._new_keeper((self.keeper.epoch // _EPOCHS + 1) * _EPOCHS)
+        self._carry_out(self.keeper.workers_ready(self._config, self._adopt(), self.now))
+        for key, request in list(self.requests.items()):
+            self.handle(msgspec.structs.replace(request, output_ids=pack_ids(self.outputs[key]), resubmitted=True))
+
+    def _new_keeper(self, epoch: int) -> CoreKeeper:
+        keeper = CoreKeeper(epoch, max_num_held=1000)
+        keeper.on_core, keeper.on_failure = self._on_core, self._on_failure
+        return keeper
+
+    def _adopt(self) -> Adopt:
+        directory = self._directory()
+        blocks = tuple((BlockId(number), key) for number, key in directory.blocks.entries())
+        return Adopt(blocks, tuple((SwapSlotId(number), key) for number, key in directory.slots.entries()))
+
+    def _directory(self) -> KvDirectory:
+        config = self._config
+        return KvDirectory(
+            memoryview(self._memory),
+            num_blocks=config.num_blocks,
+            num_slots=config.num_swap_slots,
+            block_bytes=config.block_bytes,
+            block_size=config.block_size,
+            pool_incarnation=self._pool_incarnation,
+        )
+
+    def _on_core(self, core: SchedulerCore) -> None:
+        directory = self._directory()
+        core.memory.pool.index.mirror, core.swapping.swap.index.mirror = directory.blocks, directory.slots
+
+    def _on_failure(self, error: Exception) -> None:
+        """As the shell does it; a failure that nobody planted fails the test."""
+        if not self.expects_failure:
+            raise error
+        self.failure = error
+        self._memory[:] = bytes(len(self._memory))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        if self.keeper.core is not None:
+            check(self.keeper.core)
         for effect in effects:
             match effect:
                 case InstallRow():
+                    self.worker.meet(effect.epoch)
                     self.worker.install(effect)
                 case Plan():
-                    assert len(self.in_flight) < self.core.config.max_plans_in_flight
+                    self.worker.meet(effect.epoch)
+                    assert sum(answer.epoch == effect.epoch for answer in self.in_flight) < self._config.max_plans_in_flight
                     self.plans.append(effect)
                     self.in_flight.append(self.worker.run(effect))
                     while self.auto_transfers and self.worker.transfers:
@@ -71,7 +165,6 @@ class CoreDriver:
                     self._receive(effect)
                 case StatsSnapshot():
                     self.snapshots.append(effect)
-        return effects
 
     def add(
         self,
@@ -86,27 +179,27 @@ class CoreDriver:
         output: Sequence[int] = (),
         arrival: float | None = None,
         frontend: int = 0,
+        max_queue_s: float = 0.0,
     ) -> SequenceKey:
         """Adds a request and returns its key. Requests arrive in the order in which they are added unless `arrival` is given."""
         self._next_request += 1
         key = SequenceKey(frontend, 1, self._next_request, 0)
-        keys = prefix_keys(root, array("i", prompt), self.core.config.block_size) if cached else b""
+        keys = prefix_keys(root, array("i", prompt), self._config.block_size) if cached else b""
         self.outputs[key] = list(output)
-        self.handle(
-            AddRequest(
-                key=key,
-                request_id=f"r{self._next_request}",
-                prompt_ids=pack_ids(list(prompt)),
-                output_ids=pack_ids(list(output)),
-                sampling=sampling or SamplingParams(),
-                limits=Limits(max_tokens),
-                seed=seed,
-                priority=priority,
-                arrival=float(self._next_request) if arrival is None else arrival,
-                root=root if cached else b"",
-                prefix_keys=keys,
-            )
+        self.requests[key] = AddRequest(
+            key=key,
+            request_id=f"r{self._next_request}",
+            prompt_ids=pack_ids(list(prompt)),
+            output_ids=pack_ids(list(output)),
+            sampling=sampling or SamplingParams(),
+            limits=Limits(max_tokens, max_queue_s),
+            seed=seed,
+            priority=priority,
+            arrival=float(self._next_request) if arrival is None else arrival,
+            root=root if cached else b"",
+            prefix_keys=keys,
         )
+        self.handle(self.requests[key])
         return key
 
     def abort(self, key: SequenceKey) -> None:
@@ -161,5 +254,7 @@ class CoreDriver:
             tokens.extend(output.token_ids)
             if output.finish_reason is not None:
                 self.finished[output.key] = output
+                self.requests.pop(output.key, None)
         for rejection in message.rejections:
             self.rejected[rejection.key] = rejection
+            self.requests.pop(rejection.key, None)

@@ -66,8 +66,18 @@ class FakeWorker:
         self.fail_copy: Callable[[Transfer], bool] = lambda transfer: False  #: of those
         self.num_groups = num_groups
         self.num_positions = 0
+        self.epoch = 0
         self.fail: Callable[[int, int], bool] = lambda row, version: False
         self.defer: Callable[[int, int], bool] = lambda row, version: False
+
+    def meet(self, epoch: int) -> None:
+        """A newer epoch is a new core, which knows nothing of rows and transfers."""
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self.rows.clear()
+            self.transfers.clear()
+            self.done.clear()
+            self.told_before_plan.clear()
 
     def install(self, message: InstallRow) -> None:
         tables = [unpack_ids(table) for table in message.block_tables]

@@ -68,12 +68,14 @@ class Walk:
                 swap_in_bytes_s=self.random.choice((1e6, 4e9)),
             )
         )
+        self._reads_priority = self.driver.core.policy.READS_PRIORITY
         self.longest = min(self.driver.core.config.max_model_len, self.driver.core.memory.capacity_tokens())
         self.driver.auto_transfers = self.random.random() < 0.3
         #: Few prompt beginnings, so that prefixes are shared.
         self.stems = [[self.random.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         self.asked: dict[SequenceKey, tuple[list[int], SamplingParams, int, int, int]] = {}
         self.ended_early: set[SequenceKey] = set()
+        self.disasters: Counter[str] = Counter()
         weights: dict[Callable[[], object], float] = {
             self._add: 10,
             self.driver.turn: 38,
@@ -88,6 +90,9 @@ class Walk:
             self._let_copies_fail: 0.3,
             self._let_rows_be: 0.6,
             self._stray: 0.8,
+            self._lose_worker: 0.3,
+            self._restart_scheduler: 0.2,
+            self._fail_core: 0.2,
         }
         self._actions, self._weights = list(weights), list(weights.values())
 
@@ -105,6 +110,44 @@ class Walk:
         """Any of these, by weight."""
         (action,) = self.random.choices(self._actions, self._weights)
         action()
+
+    def _lose_worker(self) -> None:
+        """The worker dies; before another is ready, requests come and go."""
+        driver = self.driver
+        driver.lose_worker()
+        for _ in range(self.random.randint(0, 3)):
+            if driver.requests and self.random.random() < 0.3:
+                key = self.random.choice(list(driver.requests))
+                self.ended_early.add(key)
+                driver.abort(key)
+            else:
+                self._add()
+        driver.worker_back()
+        self.disasters["workers lost"] += 1
+
+    def _restart_scheduler(self) -> None:
+        self.driver.restart_scheduler()
+        self.disasters["schedulers replaced"] += 1
+
+    def _fail_core(self) -> None:
+        """The core fails in the middle of the next event that confirms something, or plans."""
+        driver, core = self.driver, self.driver.core
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("planted")
+
+        broken = self.random.choice((core.memory, core.steps))
+        setattr(broken, "confirm" if broken is core.memory else "build", fail)
+        driver.expects_failure = True
+        driver.now += 200.0  # cores may not fail often
+        for _ in range(3):
+            driver.step()
+            if driver.core is not core:
+                self.disasters["cores failed"] += 1
+                break
+        else:  # nothing of the kind happened
+            delattr(broken, "confirm" if broken is core.memory else "build")
+        driver.expects_failure = False
 
     def _preempt(self) -> None:
         if self.driver.core.sequences:
@@ -164,7 +207,7 @@ class Walk:
         if dice.random() < 0.1:  # as a frontend resubmits what it had received from an earlier scheduler
             whole = expected_tokens(prompt, sampling, seed, self.longest, max_tokens, VOCAB)
             output = whole[: dice.randint(0, max(0, len(whole) - 1))]
-        priority = dice.choice((0, 0, 1, 2)) if self.driver.core.policy.READS_PRIORITY else 0
+        priority = dice.choice((0, 0, 1, 2)) if self._reads_priority else 0
         #: Frontends tokenize in parallel, and resubmit: requests do not come in the order in which they arrived.
         arrival = len(self.asked) + dice.choice((0.0, 0.0, -3.5, -100.5))
         cached = dice.random() < 0.9
@@ -219,6 +262,7 @@ class Walk:
             for victim in decision.victims:
                 if victim.yielded:
                     counts[f"yielded: {victim.kind}, for {decision.reason}" + ("" if victim.was_running else ", of one that did not run")] += 1
+        counts |= self.disasters
         counts["requests"] = len(self.asked)
         counts["requests refused"] = len(self.driver.rejected)
         counts["came back after yielding"] = sum(core.counters.resume_seconds.values())

@@ -452,3 +452,64 @@ def test_the_time_in_the_queue_ends_with_the_first_slice() -> None:
     driver.run()
     # the clock of the driver moves by 0.01 s with each event
     assert [round(driver.finished[key].queue_s, 3) for key in keys] == [0.02, 0.05]
+
+
+# --- limits of the queue -----------------------------------------------------------------------------------
+
+
+def test_a_sequence_that_waits_too_long_to_be_started_is_refused() -> None:
+    driver = CoreDriver(max_num_seqs=1)
+    running = driver.add([1, 2, 3], max_tokens=100, max_queue_s=0.05)
+    driver.turn()
+    waiting, patient = driver.add([4, 5], max_queue_s=0.5), driver.add([6, 7])
+    driver.now += 0.4
+    driver.turn()
+    assert not driver.rejected
+    driver.now += 0.2
+    driver.turn()
+    assert {key: (rejection.reason, rejection.available) for key, rejection in driver.rejected.items()} == {waiting: ("queue_timeout", 500)}
+    assert driver.rejected[waiting].required >= 500
+    driver.run()
+    assert set(driver.finished) == {running, patient}
+
+
+def test_time_in_the_queue_goes_on_over_a_loss_of_workers() -> None:
+    driver = CoreDriver(max_num_seqs=1)
+    driver.add([1, 2, 3], max_tokens=100)
+    driver.turn()
+    waiting = driver.add([4, 5], max_queue_s=0.5)
+    driver.now += 0.4
+    driver.lose_worker()
+    driver.now += 0.2
+    driver.worker_back()
+    driver.turn()
+    assert driver.rejected[waiting].reason == "queue_timeout"
+
+
+def test_prompt_tokens_that_wait_are_bounded() -> None:
+    driver = CoreDriver(max_num_seqs=1, max_queued_tokens=10)
+    driver.add([1, 2, 3], max_tokens=5)
+    driver.turn()
+    first, second, third = driver.add([1] * 30), driver.add([2]), driver.add([3] * 9)
+    assert first not in driver.rejected, "the first in the queue is taken whatever its length"
+    assert {key: (rejection.reason, rejection.required, rejection.available) for key, rejection in driver.rejected.items()} == {
+        second: ("queue_tokens", 31, 10),
+        third: ("queue_tokens", 39, 10),
+    }
+    driver.run()
+    assert driver.core.queues.num_waiting_tokens == 0
+
+
+def test_kv_of_a_sequence_that_failed_is_found_by_nobody() -> None:
+    driver = CoreDriver(block_size=4, num_swap_slots=8)
+    key = driver.add(list(range(1, 14)), max_tokens=9)
+    driver.step()
+    assert len(driver.core.memory.pool.index) == 3
+    driver.worker.fail = lambda row, version: True
+    driver.step()
+    assert driver.finished[key].finish_reason == "error"
+    assert len(driver.core.memory.pool.index) == 0
+    driver.worker.fail = lambda row, version: False
+    again = driver.add(list(range(1, 14)), max_tokens=9)
+    driver.run()
+    assert driver.finished[again].num_cached_tokens == 0
