@@ -1,11 +1,13 @@
-"""The swap arena as a file without a name: how it is made, and how large a place in it is.
+"""Memory that outlives the processes that use it, as files without a name: the swap arena and the KV directory.
 
     arena[rank][slot][slot_bytes]        one region of whole slots for each rank, one slot for each block
+    directory[...]                       which KV lies where, as the scheduler wrote it down (`kvstore.kv_directory`)
 
-The launcher makes it and keeps it, so that it outlives any worker; children get it by inheritance, as they
-get the listening socket. A memfd is on no file system: no limit of /dev/shm applies, nobody else can open
-it, and it is gone with the last process that holds it, however that ends. Making it takes no memory: the
-pages come when a worker populates its region (`kvstore.arena`). Must not map it or know what lies in it.
+The launcher makes them and keeps them, the arena for workers, the directory for schedulers; children get them by
+inheritance, as they get the listening socket. A memfd is on no file system: no limit of /dev/shm applies, nobody else
+can open it, and it is gone with the last process that holds it, however that ends. Making one takes no memory: pages
+come when they are touched, those of the arena when a worker populates its region (`kvstore.arena`). Must not map them
+or know what lies in them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from pagemill.messages import NONE
 SLOT_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 #: What /proc shows as `/memfd:NAME`.
 ARENA_NAME = "pagemill-arena"
+DIRECTORY_NAME = "pagemill-directory"
+#: Room for the entries of more than a million blocks and slots: on a card only the worker knows how many there are.
+DIRECTORY_BYTES = 64 * 2**20
 
 
 def slot_bytes_for(block_bytes: int) -> int:
@@ -32,15 +37,7 @@ def slot_bytes_for(block_bytes: int) -> int:
 
 def create_arena(size_bytes: int) -> int:
     """A descriptor that children do not inherit by themselves, of a size that nobody can change. Raises OSError."""
-    fd = os.memfd_create(ARENA_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size_bytes)
-        # Shrinking it under a mapping would kill its user with SIGBUS; growing it would evade the memory plan.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    return _create_sealed(ARENA_NAME, size_bytes)
 
 
 @contextmanager
@@ -57,3 +54,28 @@ def kept_arena(size_bytes: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextmanager
+def kept_directory(size_bytes: int = DIRECTORY_BYTES) -> Iterator[int]:
+    """A directory for as long as the context lasts, all zeros. Raises UsageError."""
+    try:
+        fd = _create_sealed(DIRECTORY_NAME, size_bytes)
+    except OSError as error:
+        raise UsageError(f"the system gives no shared memory of {size_bytes} bytes: {error.strerror}; raise its limit on the size of files") from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _create_sealed(name: str, size_bytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        # Shrinking it under a mapping would kill its user with SIGBUS; growing it would evade the memory plan.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

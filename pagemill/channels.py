@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,6 +25,8 @@ In = TypeVar("In")
 
 #: Longest frame a peer may send: a request of many million tokens still fits, a runaway length does not.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+#: Messages that an event loop takes from a channel before it looks at what else is due.
+_MESSAGES_A_TURN = 4
 
 
 class ChannelError(Exception):
@@ -47,6 +50,7 @@ class Channel(Generic[Out, In]):
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._bound = bind
+        self._address = address
         if bind:  # a bound DEALER has nowhere to send to until the peer connects: it answers the peer's Hello
             self.socket.bind(address)
         else:
@@ -89,12 +93,17 @@ class Channel(Generic[Out, In]):
         """Calls `on_message` for each message from now on, in the event loop.
 
         The descriptor of a zmq socket is edge-triggered and sending may consume the edge, so it is
-        drained after every send as well.
+        drained after every send as well; a few messages in one turn of the loop, so that a peer which is
+        faster than this process does not keep it from everything else.
         """
 
         def drain() -> None:
-            while not self.socket.closed and (message := self.receive()) is not None:
+            for _ in range(_MESSAGES_A_TURN):
+                message = None if self.socket.closed else self.receive()
+                if message is None:
+                    return
                 on_message(message)
+            loop.call_soon(drain)
 
         loop.add_reader(self._descriptor(), drain)
         self._after_send = lambda: loop.call_soon(drain)
@@ -107,6 +116,8 @@ class Channel(Generic[Out, In]):
 
     def close(self) -> None:
         self.socket.close()
+        if self._bound and self._address.startswith("ipc://"):  # zmq leaves the file where it is
+            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _descriptor(self) -> int:
         return int(self.socket.getsockopt(zmq.FD))

@@ -3,7 +3,8 @@
 `child = enter("worker", WorkerConfig)` stands first in each `__main__`; heavy imports come after it, so
 that a child is titled, logged and watched before it does anything that takes long. Afterwards the process
 holds its decoded config, its end of the control socketpair, and two independent ropes to the launcher: the
-kernel kills it when the launcher's thread ends, and a thread ends it when the control socket does.
+kernel kills it when the launcher's thread ends, and a thread ends it when the control socket does. All
+that a child hears from the launcher and says to it passes through `Child`, faults injected for tests included.
 This module must not know what a frontend, scheduler or worker does.
 """
 
@@ -20,19 +21,36 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser
+from collections import deque
 from types import TracebackType
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 import msgspec
 import setproctitle
 
-from pagemill import PROTOCOL_VERSION
+from pagemill import PROTOCOL_VERSION, injection
 from pagemill.control import ControlSocket
-from pagemill.messages import NONE, ChildToLauncher, Failed, Hello, LauncherToChild, ProcessKind, Start
+from pagemill.messages import (
+    NONE,
+    Alive,
+    ChildToLauncher,
+    Drain,
+    Failed,
+    Hello,
+    LauncherToChild,
+    PeerLost,
+    PeerUp,
+    ProcessKind,
+    Ready,
+    Reload,
+    Start,
+)
 from pagemill.telemetry import configure, get_logger
 
 #: After end of file on the control socket the main thread has this long to end by itself.
 ORPHAN_GRACE_S = 2.0
+#: `Alive` is said at most this often, however often a main loop turns.
+ALIVE_INTERVAL_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,8 +71,51 @@ class Child(Generic[Config]):
 
     def __init__(self, start: Start, config: Config, control: ControlSocket[ChildToLauncher, LauncherToChild]) -> None:
         self.start = start
-        self.config = config
+        self.config = config  #: as of the last `apply_reload`
         self.control = control
+        self._unsent: deque[ChildToLauncher] = deque()  #: found the socket full
+        self._alive_at = float("-inf")  #: when the last `Alive` was said
+
+    def receive(self) -> LauncherToChild | None:
+        """The launcher's next message, None if the launcher is gone. Raises BlockingIOError as the socket's mode says."""
+        message = self.control.receive()
+        match message:
+            case PeerUp():
+                injection.reach("control.peer_up")
+            case PeerLost():
+                injection.reach("control.peer_lost")
+            case Drain():
+                injection.reach("control.drain")
+            case Reload():
+                injection.reach("control.reload")
+            case _:
+                pass
+        return message
+
+    def say(self, message: ChildToLauncher) -> None:
+        """Tells the launcher, now or, where the socket is non-blocking and full, before the next `Alive`: a stopped launcher costs nothing."""
+        self._unsent.append(message)
+        self._send_unsent()
+
+    def say_ready(self, detail: str) -> None:
+        """This process can do its work; `detail` is one line for the operator."""
+        injection.reach("control.ready")
+        self.say(Ready(detail))
+
+    def alive(self) -> None:
+        """To be called from the main loop each time it turns, and at least once a second. Whoever began and then stops is replaced."""
+        now = time.monotonic()
+        if now - self._alive_at >= ALIVE_INTERVAL_S:
+            self._alive_at = now
+            if not self._unsent:  # what was not read says no more if it is longer
+                self._unsent.append(Alive())
+            self._send_unsent()
+
+    def apply_reload(self, message: Reload) -> Config:
+        """The config anew, decoded; the log level follows it at once. What else may change is up to the caller."""
+        self.config = msgspec.msgpack.decode(message.config, type=type(self.config))
+        configure(_name(self.start), self.config.log_format, self.config.log_level)
+        return self.config
 
     def hello(self) -> Hello:
         """This process's handshake on every channel."""
@@ -68,8 +129,16 @@ class Child(Generic[Config]):
 
     def fail(self, message: str) -> NoReturn:
         """Ends the process for a reason the operator can act on: one line, no traceback."""
-        self.control.send(Failed(message=" ".join(message.split())))
+        self.say(Failed(message=_one_line(message)))
         raise SystemExit(1)
+
+    def _send_unsent(self) -> None:
+        try:
+            while self._unsent:
+                self.control.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            pass
 
 
 def enter(kind: ProcessKind, config_type: type[Config], argv: list[str] | None = None) -> Child[Config]:
@@ -83,15 +152,26 @@ def enter(kind: ProcessKind, config_type: type[Config], argv: list[str] | None =
         raise SystemExit(1)
     if not isinstance(start, Start) or start.kind != kind:
         raise SystemExit(f"pagemill: {kind} was started as something else; use `pagemill serve`")
-    if start.arena_fd != NONE:
-        os.set_inheritable(start.arena_fd, False)
+    for fd in (start.arena_fd, start.directory_fd):
+        if fd != NONE:
+            os.set_inheritable(fd, False)
     setproctitle.setproctitle(f"pagemill: {kind} {start.index}")
     config = msgspec.msgpack.decode(start.config, type=config_type)
-    configure(f"{kind}-{start.index}", config.log_format, config.log_level)
+    configure(_name(start), config.log_format, config.log_level)
+    injection.arm(start.injections, kind=kind, incarnation=start.incarnation)
     child = Child(start, config, control)
     _report_uncaught(child)
     threading.Thread(target=_end_with_launcher, args=(control.fileno(),), name="launcher watch", daemon=True).start()
     return child
+
+
+def _name(start: Start) -> str:
+    """As logs show it."""
+    return f"{start.kind}-{start.index}"
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())[:1000]
 
 
 def _inherited_socket(kind: ProcessKind, argv: list[str] | None) -> socket.socket:
@@ -131,7 +211,6 @@ def _report_uncaught(child: Child[Config]) -> None:
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         get_logger("pagemill.child").error("crashed", exc_info=(kind, error, traceback))
-        line = " ".join(f"{kind.__name__}: {error}".split())
-        child.control.send(Failed(message=line[:1000]))
+        child.say(Failed(message=_one_line(f"{kind.__name__}: {error}")))
 
     sys.excepthook = report

@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from pagemill import __version__
+from pagemill.config import ServeOptions
 from pagemill.errors import UsageError
 from pagemill.options import OneLineParser, add_serve_arguments, refuse_unknown, resolve_options
 
@@ -43,7 +44,10 @@ def _run(argv: list[str]) -> int:
         case "serve":
             from pagemill import serve
 
-            return serve.main(resolve_options(vars(arguments)))
+            def read_options() -> ServeOptions:
+                return resolve_options(vars(arguments))
+
+            return serve.main(read_options(), read_options)
         case _:
             print(f"pagemill {__version__}")
             return 0

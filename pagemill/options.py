@@ -187,7 +187,8 @@ def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
     metavar = option.metavar or "|".join(option.choices)
     text = option.description if option.default in ("", ()) else f"{option.description} (default: {_show_default(option)})"
     several = isinstance(option.kind, inspect.VarTupleType)
-    group.add_argument(*flags, dest=option.name, metavar=metavar, nargs="+" if several else None, default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+    arity: dict[str, Any] = {"nargs": "+", "action": "extend"} if several else {}
+    group.add_argument(*flags, dest=option.name, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **arity)
 
 
 def resolve_options(arguments: Mapping[str, Any]) -> ServeOptions:

@@ -5,8 +5,9 @@ Both kinds of reporter hear the same events. Must not decide anything, and never
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Protocol
+from typing import Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -29,6 +30,11 @@ class Reporter(Protocol):
     def on_progress(self, process: str, progress: messages.Progress) -> None: ...
     def on_process_ready(self, process: str, detail: str) -> None: ...
     def on_ready(self) -> None: ...
+    def on_process_lost(self, process: str, reason: str, num_deaths: int, limit: int) -> None: ...
+    def on_process_back(self, process: str, seconds: float) -> None: ...
+    def on_recovered(self, seconds: float) -> None: ...
+    def on_reloaded(self, changed: tuple[str, ...], needs_restart: tuple[str, ...]) -> None: ...
+    def on_reload_refused(self, reason: str) -> None: ...
     def on_stopping(self, reason: str) -> None: ...
     def on_killed(self, process: str) -> None: ...
 
@@ -84,6 +90,23 @@ class LogReporter:
     def on_ready(self) -> None:
         log.info("ready", url=self._url, seconds=round(time.monotonic() - self._started, 2))
 
+    def on_process_lost(self, process: str, reason: str, num_deaths: int, limit: int) -> None:
+        log.error("process_lost", child=process, reason=reason, deaths=num_deaths, restart_limit=limit)
+
+    def on_process_back(self, process: str, seconds: float) -> None:
+        log.info("process_restarted", child=process, seconds=round(seconds, 2))
+
+    def on_recovered(self, seconds: float) -> None:
+        log.info("server_ready", seconds=round(seconds, 2))
+
+    def on_reloaded(self, changed: tuple[str, ...], needs_restart: tuple[str, ...]) -> None:
+        log.info("reloaded", changed=changed)
+        if needs_restart:
+            log.warning("reload_incomplete", needs_restart=needs_restart)
+
+    def on_reload_refused(self, reason: str) -> None:
+        log.error("reload_refused", reason=reason)
+
     def on_stopping(self, reason: str) -> None:
         log.info("stopping", reason=reason)
 
@@ -95,12 +118,34 @@ class LogReporter:
             log.warning("plan_reduced", detail=note)
 
 
+class _PatientStream:
+    """A stream that loses what cannot be written, as the log does: a terminal may be gone long before its server."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: it is closed
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
 class ConsoleReporter:
     """For people. The bar goes to the same stream as the log, and is gone when loading is done."""
 
     def __init__(self, has_key: bool) -> None:
         self._started = time.monotonic()
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(file=cast(TextIO, _PatientStream(sys.stderr)), highlight=False)
         self._has_key = has_key
         self._url = ""
         self._model = ""
@@ -136,12 +181,33 @@ class ConsoleReporter:
         self._console.print(banner(self._url, self._model, self._has_key), markup=False, soft_wrap=True)
         self._console.print(f"[bold green]ready[/] after {time.monotonic() - self._started:.1f} s; Ctrl-C ends it")
 
+    def on_process_lost(self, process: str, reason: str, num_deaths: int, limit: int) -> None:
+        self._print(f"{reason}; restarting ({num_deaths} of {limit} in 10 minutes)", style="yellow")
+
+    def on_process_back(self, process: str, seconds: float) -> None:
+        self._print(f"{process} is back after {seconds:.1f} s")
+
+    def on_recovered(self, seconds: float) -> None:
+        self._end_bar()
+
+    def on_reloaded(self, changed: tuple[str, ...], needs_restart: tuple[str, ...]) -> None:
+        self._print(f"reloaded: {', '.join(changed) or 'nothing has changed'}")
+        if needs_restart:
+            self._print(f"needs a restart: {', '.join(needs_restart)}", style="yellow")
+
+    def on_reload_refused(self, reason: str) -> None:
+        self._print(f"not reloaded: {reason}", style="yellow")
+
     def on_stopping(self, reason: str) -> None:
         self._end_bar()
         self._console.print(f"stopping ({reason}); once more ends it at once", markup=False)
 
     def on_killed(self, process: str) -> None:
         pass  # of no use to a person, who is told why the server ends
+
+    def _print(self, line: str, style: str = "") -> None:
+        """What may hold anything, paths above all: neither markup nor folded."""
+        self._console.print(line, style=style or None, markup=False, soft_wrap=True)
 
     def _show_progress(self, process: str, phase: str, fraction: float | None, detail: str) -> None:
         """One line for each process. A fraction of None moves without end."""

@@ -7,11 +7,14 @@ line. Pure: nothing is measured, opened or started.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from pagemill.config import Device, Dtype, FrontendConfig, SchedulerConfig, ServeOptions, WorkerConfig
 from pagemill.errors import UsageError
+from pagemill.injection import parse_fault
 from pagemill.machine import Machine
 from pagemill.memory_plan import DTYPE_BYTES, OVERHEAD_BYTES, MemoryPlan, MemoryRequest, plan_memory
 from pagemill.model_info import ModelInfo
@@ -20,6 +23,10 @@ from pagemill.threads import worker_threads
 
 #: Waiting sequences per seat in a step; more are refused with 429, for they would time out anyway.
 _QUEUE_PER_SEAT = 16
+#: Prompt tokens that may wait, in full steps.
+_QUEUED_STEPS = 1024
+#: A token of a long context on a slow machine takes a fraction of this.
+_STEP_TIMEOUT_S_PER_TOKEN: dict[Device, float] = {"cpu": 0.1, "cuda": 0.01}
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
         raise UsageError("--num-blocks and --kv-cache-memory both size the KV pool; give one of them")
     if options.preemption == "swap" and options.swap_memory == 0:
         raise UsageError("--preemption swap has nowhere to swap to with --swap-memory 0; take a size or auto, or --preemption recompute")
+    for fault in options.inject:
+        parse_fault(fault)
     if options.event_log and not Path(options.event_log).absolute().parent.is_dir():
         raise UsageError(f"--event-log: the folder of {options.event_log} does not exist")
 
@@ -113,8 +122,25 @@ def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secre
         plan=plan,
         swap=swap,
         frontend=_frontend(options, model, secrets, reads_priority),
-        scheduler=_scheduler(options, request),
+        scheduler=_scheduler(options, device, request),
         worker=_worker(options, model, machine, device, request, plan, swap),
+    )
+
+
+def resettle(settings: Settings, options: ServeOptions, secrets: Secrets) -> Settings:
+    """`settings` with what may change while the server runs; the run's own secret stays."""
+    return replace(
+        settings,
+        frontend=msgspec.structs.replace(
+            settings.frontend,
+            api_keys=secrets.api_keys,
+            admin_keys=secrets.admin_keys,
+            max_queue_time_s=options.max_queue_time,
+            max_connections=_connections_each(options),
+            log_level=options.log_level,
+        ),
+        scheduler=msgspec.structs.replace(settings.scheduler, log_level=options.log_level),
+        worker=msgspec.structs.replace(settings.worker, log_level=options.log_level),
     )
 
 
@@ -139,13 +165,21 @@ def _frontend(options: ServeOptions, model: Model, secrets: Secrets, reads_prior
         priority_allowed=reads_priority,
         strict_request=options.strict_request,
         metrics_compat=options.metrics_compat,
+        num_frontends=options.frontends,
+        max_queue_time_s=options.max_queue_time,
+        max_num_queued=_QUEUE_PER_SEAT * options.max_num_seqs,
+        max_connections=_connections_each(options),
         log_format=options.log_format,
         log_level=options.log_level,
         log_requests=options.log_requests,
     )
 
 
-def _scheduler(options: ServeOptions, request: MemoryRequest) -> SchedulerConfig:
+def _connections_each(options: ServeOptions) -> int:
+    return max(1, options.max_connections // options.frontends)
+
+
+def _scheduler(options: ServeOptions, device: Device, request: MemoryRequest) -> SchedulerConfig:
     return SchedulerConfig(
         num_workers=1,
         max_num_seqs=options.max_num_seqs,
@@ -155,6 +189,9 @@ def _scheduler(options: ServeOptions, request: MemoryRequest) -> SchedulerConfig
         preemption=options.preemption,
         max_plans_in_flight=options.max_plans_in_flight,
         max_num_queued=_QUEUE_PER_SEAT * options.max_num_seqs,
+        max_queued_tokens=_QUEUED_STEPS * request.max_num_batched_tokens,
+        step_timeout_s=float(options.step_timeout),
+        step_timeout_s_per_token=_STEP_TIMEOUT_S_PER_TOKEN[device],
         check_invariants=options.check_invariants,
         event_log=os.path.abspath(options.event_log) if options.event_log else "",
         log_format=options.log_format,

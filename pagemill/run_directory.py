@@ -38,12 +38,18 @@ def run_directory() -> Iterator[str]:
         os.close(lock)
 
 
-def socket_address(directory: str, kind: ProcessKind, index: int, incarnation: int) -> str:
-    """The address on which the scheduler meets this peer. Raises UsageError if it is too long for a socket."""
-    path = f"{directory}/{kind[0]}{index}.{incarnation}"
+def socket_address(directory: str, kind: ProcessKind, index: int, incarnation: int, scheduler_incarnation: int) -> str:
+    """The address on which a scheduler meets this peer, named by both: a socket outlives neither. Raises UsageError if it is too long for one."""
+    path = f"{directory}/{kind[0]}{index}.{incarnation}.{scheduler_incarnation}"
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
         raise UsageError(f"the path of a socket may have {_MAX_SOCKET_PATH_BYTES} bytes, but {path} has {len(os.fsencode(path))}; set TMPDIR to a shorter one")
     return f"ipc://{path}"
+
+
+def remove_sockets(directory: str, scheduler_incarnation: int) -> None:
+    """Removes what a scheduler that was killed could not."""
+    for path in Path(directory).glob(f"*.{scheduler_incarnation}"):
+        path.unlink(missing_ok=True)
 
 
 def sweep(parent: Path) -> None:

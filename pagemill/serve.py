@@ -13,30 +13,33 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import setproctitle
 
-from pagemill import telemetry
-from pagemill.arena_file import kept_arena
+from pagemill import injection, telemetry
+from pagemill.arena_file import kept_arena, kept_directory
 from pagemill.config import ServeOptions
 from pagemill.discovery import ROOT, declarations
 from pagemill.errors import UsageError
-from pagemill.launcher import ChildDied, Launcher
-from pagemill.listening import bind, url_of
+from pagemill.launcher import ChildDied, Launcher, Reloaded
+from pagemill.listening import bind, is_loopback, url_of
 from pagemill.machine import read_machine
 from pagemill.messages import NONE, ProcessKind, Progress
 from pagemill.model_info import check_supported, read_model_info
 from pagemill.process import ProcessSpec
+from pagemill.reload import Reloader
 from pagemill.reporting import Reporter, make_reporter
 from pagemill.resolve import Model, Secrets, Settings, check_options, settle
 from pagemill.run_directory import run_directory
 from pagemill.threads import thread_environment
 
 _KEY_VARIABLE = "PAGEMILL_API_KEY"
+#: They travel to frontends in one frame of the control socket.
+_MAX_KEYS_BYTES = 65536
 _READY_TIMEOUT_S = 300.0
 #: A slow disk, and slow memory: large weights and a large arena get more time.
 _SLOWEST_READ_BYTES_PER_S = 50e6
@@ -44,31 +47,50 @@ _SLOWEST_TOUCH_BYTES_PER_S = 200e6
 _PACKAGES: dict[ProcessKind, str] = {"frontend": "frontend", "scheduler": "scheduler", "worker": "workers"}
 
 
-def main(options: ServeOptions) -> int:
-    """Serves until it is told to stop. Returns the exit code; raises UsageError."""
+def main(options: ServeOptions, read_options: Callable[[], ServeOptions]) -> int:
+    """Serves until it is told to stop. `read_options` reads them anew, for SIGHUP. Returns the exit code; raises UsageError."""
     setproctitle.setproctitle("pagemill: launcher")
     telemetry.configure("launcher", options.log_format, options.log_level)
     with _stop_quietly():
         keys = read_secrets(options, os.environ)
         policies = {str(found["NAME"]): bool(found.get("READS_PRIORITY")) for found in declarations("scheduler.policies") if "NAME" in found}
         check_options(options, policies)
+        injection.arm(options.inject, kind="launcher", incarnation=0)
         reporter = make_reporter(options.log_format, has_key=bool(keys.api_keys))
         with bind(options.host, options.port, has_key=bool(keys.api_keys)) as listener:
             reporter.on_listening(url_of(listener))
             model = find_model(options.model, reporter)
             settings = settle(options, model, read_machine(), keys, reads_priority=policies.get(options.scheduling_policy, False))
             reporter.on_settled(model, settings, thread_environment(settings.worker.num_threads))
-            return _launch(settings, model, listener, reporter)
+            reloader = Reloader(
+                options,
+                keys,
+                settings,
+                read_options=read_options,
+                read_secrets=lambda wanted: read_secrets(wanted, os.environ),
+                needs_key=not is_loopback(listener.getsockname()[0]),
+            )
+            return _launch(reloader, model, listener, reporter)
 
 
-def _launch(settings: Settings, model: Model, listener: socket.socket, reporter: Reporter) -> int:
-    with run_directory() as directory, kept_arena(settings.worker.swap_bytes * settings.worker.num_workers) as arena_fd:
+def _launch(reloader: Reloader, model: Model, listener: socket.socket, reporter: Reporter) -> int:
+    options, settings = reloader.options, reloader.settings
+    arena_bytes = settings.worker.swap_bytes * settings.worker.num_workers
+    with run_directory() as directory, kept_arena(arena_bytes) as arena_fd, kept_directory() as directory_fd:
+
+        def make_specs(wanted: Settings) -> list[ProcessSpec]:
+            return process_specs(wanted, listener.fileno(), arena_fd, directory_fd)
+
         launcher = Launcher(
-            process_specs(settings, listener.fileno(), arena_fd),
+            make_specs(settings),
             directory=directory,
             token=secrets.token_bytes(32),
             ready_timeout_s=_READY_TIMEOUT_S + model.info.weight_bytes / _SLOWEST_READ_BYTES_PER_S + settings.worker.swap_bytes / _SLOWEST_TOUCH_BYTES_PER_S,
+            restart_limit=options.restart_limit,
+            drain_timeout_s=float(options.drain_timeout),
             observer=reporter,
+            injections=options.inject,
+            reload=lambda: _reload(reloader, make_specs),
         )
         try:
             launcher.run(listener)
@@ -78,13 +100,21 @@ def _launch(settings: Settings, model: Model, listener: socket.socket, reporter:
     return 0
 
 
-def process_specs(settings: Settings, listen_fd: int, arena_fd: int = NONE) -> list[ProcessSpec]:
-    """The frontend first, so that somebody answers on the port as early as possible."""
-    worker = thread_environment(settings.worker.num_threads)
+def _reload(reloader: Reloader, make_specs: Callable[[Settings], list[ProcessSpec]]) -> Reloaded:
+    """The launcher's own log level follows at once."""
+    reloaded = reloader.reload(make_specs)
+    telemetry.configure("launcher", reloader.options.log_format, reloader.options.log_level)
+    return reloaded
+
+
+def process_specs(settings: Settings, listen_fd: int, arena_fd: int = NONE, directory_fd: int = NONE) -> list[ProcessSpec]:
+    """Frontends first, so that somebody answers on the port as early as possible."""
+    one_thread = _environment(thread_environment(1))
+    worker = _environment(thread_environment(settings.worker.num_threads))
     return [
-        ProcessSpec("frontend", 0, _command("frontend"), _environment(thread_environment(1)), settings.frontend, listen_fd),
-        ProcessSpec("worker", 0, _command("worker"), _environment(worker), settings.worker, arena_fd=arena_fd),
-        ProcessSpec("scheduler", 0, _command("scheduler"), _environment(thread_environment(1)), settings.scheduler),
+        *(ProcessSpec("frontend", index, _command("frontend"), one_thread, settings.frontend, listen_fd) for index in range(settings.frontend.num_frontends)),
+        ProcessSpec("worker", 0, _command("worker"), worker, settings.worker, arena_fd=arena_fd),
+        ProcessSpec("scheduler", 0, _command("scheduler"), one_thread, settings.scheduler, directory_fd=directory_fd),
     ]
 
 
@@ -112,11 +142,11 @@ def read_secrets(options: ServeOptions, environment: Mapping[str, str]) -> Secre
     variable = environment.get(_KEY_VARIABLE, "").strip()
     if variable and not _is_key(variable):
         raise UsageError(f"{_KEY_VARIABLE} holds characters that cannot stand in an HTTP header")
-    return Secrets(
-        api_keys=(*api_keys, *([variable] if variable and variable not in api_keys else [])),
-        admin_keys=read_keys("--admin-key-file", options.admin_key_file) if options.admin_key_file else (),
-        cache_secret=secrets.token_bytes(32),
-    )
+    api_keys = (*api_keys, *([variable] if variable and variable not in api_keys else []))
+    admin_keys = read_keys("--admin-key-file", options.admin_key_file) if options.admin_key_file else ()
+    if sum(map(len, api_keys + admin_keys)) > _MAX_KEYS_BYTES:
+        raise UsageError(f"all keys together may have {_MAX_KEYS_BYTES} characters; shorten --api-key-file or --admin-key-file")
+    return Secrets(api_keys=api_keys, admin_keys=admin_keys, cache_secret=secrets.token_bytes(32))
 
 
 def read_keys(flag: str, path: str) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def get_logger(name: str) -> Logger:
 
 
 def configure(process: str, log_format: str, log_level: str) -> None:
-    """Sets up logging of this process. `process` is `launcher`, `frontend-0`, `scheduler-0`, `worker-0`, ..."""
+    """Sets up logging of this process, or changes it. `process` is `launcher`, `frontend-0`, `scheduler-0`, `worker-0`, ..."""
     level = logging.getLevelNamesMapping()[log_level.upper()]
 
     def name_process(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -63,7 +63,7 @@ def configure(process: str, log_format: str, log_level: str) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=LineLogger,
-        cache_logger_on_first_use=True,
+        cache_logger_on_first_use=False,  # a level that changes while serving concerns loggers that were used before
     )
     # Libraries are heard from warnings on, or all of them when debugging.
     logging.basicConfig(handlers=[_LibraryHandler()], level=level if level <= logging.DEBUG else max(level, logging.WARNING), force=True)

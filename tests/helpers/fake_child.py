@@ -1,29 +1,45 @@
 """A child process without any work, for tests of the launcher: `python -m tests.helpers.fake_child KIND HABIT`.
 
-Habits: `good` says Ready and obeys Drain; `slow` never says Ready; `deaf` ignores Drain; `refuse` fails
-with one line; `crash` raises; `quit` ends with code 0; `stuck` sits in native code and reads nothing.
+Habits: `good` says Ready (a scheduler at each new worker), then Alive, and obeys Drain; `slow` never says Ready;
+`deaf` ignores Drain; `refuse` fails with one line; `crash` raises; `quit` ends with code 0; `stuck` sits in native code
+and reads nothing; `slow_again` is good until it is restarted. On SIGUSR1 `nonsense` says what is no message, and any
+other that worker 0 is stuck, in the incarnation it last heard of.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
-from pagemill.arena_file import ARENA_NAME
+from pagemill.arena_file import ARENA_NAME, DIRECTORY_NAME
 from pagemill.child import Child, enter
 from pagemill.config import SchedulerConfig
-from pagemill.messages import Drain, PeerUp, Progress, Ready
+from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerUp, Progress, Reload, Stuck
 from pagemill.telemetry import get_logger
+
+log = get_logger("fake_child")
 
 
 def main() -> None:
     kind, habit = sys.argv[1], sys.argv[2]
     child = enter(kind, SchedulerConfig, sys.argv[3:])  # type: ignore[arg-type]  # the test names a kind
-    arenas = open_arenas()
-    inheritable = [fd for fd in arenas if os.get_inheritable(fd)]
-    get_logger("fake_child").info("started", arena_fd=child.start.arena_fd, open_arenas=arenas, inheritable=inheritable)
+    if habit == "slow_again":
+        habit = "slow" if child.start.incarnation else "good"
+    memory = [*open_memory(ARENA_NAME), *open_memory(DIRECTORY_NAME)]
+    log.info(
+        "started",
+        incarnation=child.start.incarnation,
+        epoch=child.start.epoch,
+        max_num_seqs=child.config.max_num_seqs,
+        given={"arena": child.start.arena_fd, "directory": child.start.directory_fd},
+        open={"arena": open_memory(ARENA_NAME), "directory": open_memory(DIRECTORY_NAME)},
+        inheritable=[fd for fd in memory if os.get_inheritable(fd)],
+    )
     match habit:
         case "refuse":
             child.fail("the model is\nmade of cheese")
@@ -31,34 +47,72 @@ def main() -> None:
             raise RuntimeError("something broke")
         case "quit":
             return
-    child.control.send(Progress(phase="weights", fraction=0.5, detail=f"half of {kind}"))
-    if habit != "slow":
-        child.control.send(Ready(detail="fake"))
-    if habit == "stuck":
-        ctypes.CDLL(None).sleep(600)
-    _listen(child, obeys=habit != "deaf")
+    FakeChild(child, habit).run()
 
 
-def open_arenas() -> list[int]:
-    """Descriptors of this process that are arenas."""
+def open_memory(name: str) -> list[int]:
+    """Descriptors of this process that are memory of this name."""
     links = {entry.name: os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-    return [int(fd) for fd, target in links.items() if ARENA_NAME in target]
+    return [int(fd) for fd, target in links.items() if name in target]
 
 
-def _listen(child: Child[SchedulerConfig], *, obeys: bool) -> None:
-    log = get_logger("fake_child")
-    while (message := child.control.receive()) is not None:
+class FakeChild:
+    """A main loop that tells the log what it hears."""
+
+    def __init__(self, child: Child[SchedulerConfig], habit: str) -> None:
+        self._child = child
+        self._habit = habit
+        self._worker_incarnation = 0
+
+    def run(self) -> None:
+        signal.signal(signal.SIGUSR1, self._misbehave)
+        self._child.say(Progress(phase="weights", fraction=0.5, detail=f"half of {self._child.start.kind}"))
+        if self._habit != "slow":
+            self._child.say_ready("fake")
+        if self._habit == "stuck":
+            ctypes.CDLL(None).sleep(600)
+        self._child.control.socket.setblocking(False)
+        while self._listen():
+            self._child.alive()
+            select.select([self._child.control], [], [], 0.2)
+
+    def _listen(self) -> bool:
+        """False when it is to end."""
+        try:
+            while (message := self._child.receive()) is not None:
+                self._note(message)
+                if isinstance(message, Drain) and self._habit != "deaf":
+                    return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def _note(self, message: LauncherToChild) -> None:
         match message:
             case PeerUp():
-                log.info("peer_up", kind=message.kind, address=message.address)
+                log.info("peer_up", kind=message.kind, incarnation=message.incarnation, address=message.address)
+                if message.kind == "worker":
+                    self._worker_incarnation = message.incarnation
+                    self._child.say_ready("fake")
+            case PeerLost():
+                log.info("peer_lost", kind=message.kind, index=message.index, incarnation=message.incarnation, reason=message.reason)
             case Progress():
                 log.info("progress_passed_on", phase=message.phase, detail=message.detail)
             case Drain():
                 log.info("drain", timeout_s=message.timeout_s)
-                if obeys:
-                    return
+            case Reload():
+                log.info("reload", max_num_seqs=self._child.apply_reload(message).max_num_seqs)
+                log.debug("debugging")
             case _:
                 log.info("other", message=repr(message))
+
+    def _misbehave(self, _: int, __: FrameType | None) -> None:
+        if self._habit == "nonsense":
+            self._child.control.socket.send(b"\xc1")
+            return
+        reason = f"did not finish its step, says {self._child.start.kind}"
+        self._child.say(Stuck("worker", 0, self._worker_incarnation + 1, "is accused too early"))
+        self._child.say(Stuck("worker", 0, self._worker_incarnation, reason))
 
 
 if __name__ == "__main__":

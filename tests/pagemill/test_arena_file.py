@@ -1,4 +1,4 @@
-"""The arena as the launcher holds it: sealed, private, and gone afterwards."""
+"""Arena and directory as the launcher holds them: sealed, private, and gone afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from pagemill.arena_file import SLOT_ALIGNMENT_BYTES, create_arena, kept_arena, slot_bytes_for
+from pagemill.arena_file import DIRECTORY_BYTES, SLOT_ALIGNMENT_BYTES, create_arena, kept_arena, kept_directory, slot_bytes_for
 from pagemill.errors import UsageError
 from pagemill.messages import NONE
 
@@ -38,6 +38,17 @@ def test_children_do_not_get_it_by_themselves_and_it_ends_with_its_context() -> 
     assert not is_open(fd)
 
 
+def test_a_directory_is_sealed_and_private_and_takes_no_memory_yet() -> None:
+    with kept_directory() as fd:
+        assert os.fstat(fd).st_size == DIRECTORY_BYTES
+        assert os.fstat(fd).st_blocks == 0
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+        assert not os.get_inheritable(fd)
+        assert os.readlink(f"/proc/self/fd/{fd}") == "/memfd:pagemill-directory (deleted)"
+    assert not is_open(fd)
+
+
 def test_it_takes_no_memory_yet() -> None:
     with kept_arena(2**40) as fd:
         assert os.fstat(fd).st_blocks == 0
@@ -54,6 +65,8 @@ def test_a_system_that_gives_none_is_one_line_with_the_flag() -> None:
     try:
         before = os.listdir("/proc/self/fd")
         with pytest.raises(UsageError, match=rf"--swap-memory: the system gives no shared memory of {SIZE} bytes: File too large; lower it"), kept_arena(SIZE):
+            pass
+        with pytest.raises(UsageError, match=rf"the system gives no shared memory of {SIZE} bytes: File too large"), kept_directory(SIZE):
             pass
         assert os.listdir("/proc/self/fd") == before
     finally:

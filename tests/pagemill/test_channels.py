@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,36 @@ import zmq
 
 from pagemill import PROTOCOL_VERSION
 from pagemill.channels import Channel, ChannelError
-from pagemill.messages import DebugStateQuery, FrontendToScheduler, Hello, SchedulerToFrontend, StepOutput
+from pagemill.messages import (
+    AbortRequest,
+    BlockCounts,
+    DebugState,
+    DebugStateQuery,
+    DebugStateReply,
+    FrontendToScheduler,
+    Hello,
+    InvariantReport,
+    Message,
+    PeerLost,
+    PlanId,
+    RowId,
+    RowMissing,
+    SchedulerToFrontend,
+    SequenceKey,
+    StepOutput,
+    SwapSlotCounts,
+)
 
 Bound = Channel[SchedulerToFrontend, FrontendToScheduler]
 Connected = Channel[FrontendToScheduler, SchedulerToFrontend]
 TOKEN = b"secret token"
 SCHEDULER = Hello(TOKEN, PROTOCOL_VERSION, "scheduler", 0, 0)
 FRONTEND = Hello(TOKEN, PROTOCOL_VERSION, "frontend", 0, 0)
+COUNTS = (BlockCounts(4, 4, 0, 0), SwapSlotCounts(8, 1, 2, 5), InvariantReport(True, None))
+
+
+def encoded(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
 
 
 class Pair:
@@ -106,9 +130,80 @@ def test_a_frame_that_means_nothing_is_dropped_and_counted(pair: Pair) -> None:
     assert pair.bound.num_dropped == 2
 
 
+def test_a_flood_of_garbage_is_dropped_and_what_stands_in_it_is_read(pair: Pair) -> None:
+    draw = random.Random(1)
+    stranger = pair.connect_raw()
+    stranger.send(encoded(FRONTEND))
+    garbage = [draw.randbytes(draw.randint(0, 64)) for _ in range(500)]
+    for number, frame in enumerate(garbage):
+        stranger.send(frame)
+        if number % 100 == 99:
+            stranger.send(encoded(DebugStateQuery(number)))
+    assert [receive(pair.bound) for _ in range(5)] == [DebugStateQuery(number) for number in (99, 199, 299, 399, 499)]
+    assert pair.bound.num_dropped == len(garbage)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [StepOutput(0, 1, (), ()), RowMissing(1, 0, PlanId(2), RowId(3), 4), PeerLost("scheduler", 0, 0), DebugStateReply(1, DebugState(1, 1, 0, [], *COUNTS))],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_of_another_direction_is_dropped(message: Message, pair: Pair) -> None:
+    frontend = pair.connect()
+    frontend.send_frame(encoded(message))
+    frontend.send(DebugStateQuery(1))
+    assert receive(pair.bound) == DebugStateQuery(1)
+    assert pair.bound.num_dropped == 1
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_a_message_that_is_cut_short_or_has_something_more_is_dropped(cut: int, pair: Pair) -> None:
+    frontend = pair.connect()
+    whole = encoded(AbortRequest(SequenceKey(frontend=0, incarnation=0, request=1, choice=0)))
+    frontend.send_frame(whole[: -min(cut, len(whole) - 1)])
+    frontend.send_frame(whole + b"\xc0" * cut)
+    frontend.send(DebugStateQuery(1))
+    assert receive(pair.bound) == DebugStateQuery(1)
+    assert pair.bound.num_dropped == 2
+
+
+def test_a_handshake_that_comes_again_changes_nothing_and_a_wrong_one_ends_it(pair: Pair) -> None:
+    frontend = pair.connect()
+    frontend.send_frame(encoded(FRONTEND))
+    frontend.send(DebugStateQuery(1))
+    assert receive(pair.bound) == DebugStateQuery(1)
+    pair.bound.send(StepOutput(0, 1, (), ()))
+    assert receive(frontend) == StepOutput(0, 1, (), ())
+    frontend.send_frame(encoded(msgspec.structs.replace(FRONTEND, token=b"guess")))
+    with pytest.raises(ChannelError, match="a stranger"):
+        receive(pair.bound)
+
+
+def test_a_frame_that_is_too_long_does_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagemill.channels.MAX_FRAME_BYTES", 1000)
+    short_of_memory = Pair(zmq.Context(), tmp_path)
+    try:
+        frontend = short_of_memory.connect()
+        frontend.send(DebugStateQuery(1))
+        assert receive(short_of_memory.bound) == DebugStateQuery(1)
+        frontend.send_frame(encoded(DebugStateQuery(2)) + b"\0" * 2000)
+        short_of_memory.bound.socket.poll(200)
+        assert short_of_memory.bound.receive() is None
+    finally:
+        short_of_memory.close()
+
+
 def test_a_bound_end_cannot_send_before_anybody_is_there(pair: Pair) -> None:
     with pytest.raises(ChannelError, match="stuck"):
         pair.bound.send(StepOutput(0, 1, (), ()))
+
+
+def test_a_bound_end_takes_its_socket_along(pair: Pair, tmp_path: Path) -> None:
+    connected = pair.connect()
+    connected.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    pair.bound.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_token_is_in_no_representation() -> None:

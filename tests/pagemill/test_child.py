@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,8 +16,26 @@ import msgspec
 import psutil
 import pytest
 
+from pagemill import injection
+from pagemill.child import Child
+from pagemill.config import SchedulerConfig
 from pagemill.control import ControlSocket, control_pair
-from pagemill.messages import NONE, ChildToLauncher, Failed, LauncherToChild, Progress, Ready, Start
+from pagemill.injection import InjectedFault
+from pagemill.messages import (
+    NONE,
+    Alive,
+    ChildToLauncher,
+    Drain,
+    Failed,
+    LauncherToChild,
+    PeerLost,
+    PeerUp,
+    Progress,
+    Ready,
+    Reload,
+    Start,
+    Stuck,
+)
 from tests.helpers.fake_launcher import CONFIG
 from tests.helpers.server import ROOT, title_of, wait_for
 
@@ -43,9 +62,36 @@ def child(habit: str, parent: tuple[str, ...] = ()) -> Iterator[tuple[subprocess
         process.stderr.close()
 
 
-def start(kind: str = "worker", config: object = CONFIG) -> Start:
-    raw = msgspec.Raw(msgspec.msgpack.encode(config))
-    return Start(kind=kind, index=3, incarnation=0, epoch=1, token=b"secret token", config=raw, listen_fd=NONE)  # type: ignore[arg-type]
+def start(kind: str = "worker", injections: tuple[str, ...] = ()) -> Start:
+    raw = msgspec.Raw(msgspec.msgpack.encode(CONFIG))
+    return Start(kind, 3, 0, 1, b"secret token", raw, NONE, injections=injections)  # type: ignore[arg-type]
+
+
+@contextmanager
+def beside_a_launcher() -> Iterator[tuple[Child[SchedulerConfig], Control]]:
+    """A child in this process, with a non-blocking control socket, and the launcher's end."""
+    ours, theirs = control_pair()
+    for end in (ours, theirs):
+        end.setblocking(False)
+    control: Control = ControlSocket(ours, ChildToLauncher)
+    child: Child[SchedulerConfig] = Child(start(), CONFIG, ControlSocket(theirs, LauncherToChild))
+    try:
+        yield child, control
+    finally:
+        injection.disarm()
+        ours.close()
+        theirs.close()
+
+
+def said(control: Control) -> list[ChildToLauncher]:
+    """All that has arrived."""
+    messages: list[ChildToLauncher] = []
+    try:
+        while (message := control.receive()) is not None:
+            messages.append(message)
+    except BlockingIOError:
+        pass
+    return messages
 
 
 def test_it_takes_its_title_and_its_configuration_from_the_first_frame() -> None:
@@ -117,3 +163,80 @@ def test_started_by_hand_it_says_who_starts_it() -> None:
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 1
     assert shown.stderr == "pagemill: worker is started by `pagemill serve`, not by hand\n"
+
+
+def test_faults_for_this_process_are_armed_before_it_does_anything() -> None:
+    with child("good") as (process, control):
+        control.send(start(injections=("scheduler/control.ready=kill", "control.ready=raise")))
+        assert isinstance(control.receive(), Progress)
+        assert control.receive() == Failed(message="InjectedFault: control.ready")
+        process.communicate(timeout=10)
+        assert process.returncode == 1
+
+
+def test_it_says_that_it_is_alive_once_a_second_however_often_its_loop_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((5.0, 5.4, 5.99, 6.0, 6.1, 7.5))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with beside_a_launcher() as (child, control):
+        heard = []
+        for _ in range(6):
+            child.alive()
+            heard.append(said(control))
+        assert heard == [[Alive()], [], [], [Alive()], [], [Alive()]]
+
+
+def test_a_launcher_that_does_not_read_costs_it_nothing_and_hears_all_that_matters_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    with beside_a_launcher() as (child, control):
+        for _ in range(5000):
+            child.alive()
+        assert len(child._unsent) == 1
+        stuck = Stuck("worker", 0, 0, "did not finish its step")
+        child.say(stuck)
+        child.say_ready("at last")
+        assert set(map(type, said(control))) == {Alive}
+        child.alive()
+        assert said(control) == [Alive(), stuck, Ready("at last")]
+
+
+def test_a_launcher_that_is_gone_is_no_error() -> None:
+    with beside_a_launcher() as (child, control):
+        control.close()
+        child.alive()
+        child.say_ready("anybody?")
+        assert child.receive() is None
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ("control.peer_up", PeerUp("scheduler", 0, 0, "ipc://x")),
+        ("control.peer_lost", PeerLost("scheduler", 0, 0)),
+        ("control.drain", Drain(1.0)),
+        ("control.reload", Reload(msgspec.Raw(b"\xc0"))),
+    ],
+)
+def test_each_message_from_the_launcher_passes_its_own_point(point: str, message: LauncherToChild) -> None:
+    with beside_a_launcher() as (child, control):
+        injection.arm([f"{point}=raise@2"], incarnation=0)
+        for other in (PeerUp("worker", 0, 0, "a"), PeerLost("worker", 0, 0), Drain(0.0), Progress("", 0.0, "")):
+            control.send(other)
+        while True:
+            try:
+                child.receive()
+            except BlockingIOError:
+                break
+        injection.arm([f"{point}=raise"], incarnation=0)
+        control.send(message)
+        with pytest.raises(InjectedFault, match=point):
+            child.receive()
+
+
+def test_a_reload_brings_the_config_and_the_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured: list[tuple[str, ...]] = []
+    monkeypatch.setattr("pagemill.child.configure", lambda *arguments: configured.append(arguments))
+    with beside_a_launcher() as (child, _):
+        config = msgspec.structs.replace(CONFIG, log_level="debug", max_num_queued=77)
+        assert child.apply_reload(Reload(msgspec.Raw(msgspec.msgpack.encode(config)))) == child.config == config
+        assert configured == [("worker-3", "json", "debug")]

@@ -1,132 +1,17 @@
-"""The launcher with children that do no work: readiness, deaths, signals, and nothing left behind."""
+"""The launcher with children that do no work: readiness, deaths, restarts up to a limit, and nothing left behind."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from pagemill.messages import NONE
-from tests.helpers.server import ROOT, title_of, wait_for
-
-Start = Callable[..., "Fake"]
-GOOD = ("frontend:good", "worker:good", "scheduler:good")
-
-
-class Fake:
-    """A started `tests.helpers.fake_launcher`."""
-
-    def __init__(self, folder: Path, ready_timeout_s: float, habits: tuple[str, ...]) -> None:
-        self._log = folder / "log"
-        self.run_directories = folder / "run"
-        self.run_directories.mkdir()
-        environment = {**os.environ, "TMPDIR": str(self.run_directories)}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.fake_launcher", str(ready_timeout_s), *habits],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._children: dict[int, psutil.Process] = {}
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == name]
-
-    def wait_for_event(self, name: str, count: int = 1) -> None:
-        wait_for(lambda: len(self.events(name)) >= count, 60, lambda: f"no {name} in:\n{self.log}")
-        self.children()
-
-    def children(self) -> list[psutil.Process]:
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            self._children[child.pid] = child
-        return list(self._children.values())
-
-    def child(self, kind: str) -> psutil.Process:
-        return next(child for child in self.children() if title_of(child.pid) == f"pagemill: {kind} 0")
-
-    def living(self) -> list[str]:
-        return [title_of(child.pid) for child in self._children.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-
-    def wait(self, timeout_s: float = 30) -> int:
-        return self.process.wait(timeout_s)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Fake] = []
-
-    def begin(*habits: str, ready_timeout_s: float = 60.0) -> Fake:
-        started.append(Fake(tmp_path, ready_timeout_s, habits))
-        return started[-1]
-
-    yield begin
-    for fake in started:
-        if fake.process.poll() is None:
-            fake.process.kill()
-            fake.process.wait()
-
-
-@pytest.mark.parametrize(("number", "drain_s"), [(signal.SIGTERM, 5.0), (signal.SIGINT, 1.0), (signal.SIGHUP, 5.0)])
-def test_a_signal_ends_everything_as_asked_frontends_first(start: Start, number: signal.Signals, drain_s: float) -> None:
-    fake = start(*GOOD)
-    fake.wait_for_event("ready")
-    began = time.monotonic()
-    fake.process.send_signal(number)
-    assert fake.wait() == 0
-    assert time.monotonic() - began < 10
-    assert fake.living() == []
-    assert list(fake.run_directories.iterdir()) == []
-    assert fake.events("process_killed") == []
-    drains = [(line["process"], line["timeout_s"]) for line in fake.events("drain")]
-    assert drains[0] == ("frontend-0", drain_s)
-    assert sorted(drains[1:]) == [("scheduler-0", 0.0), ("worker-0", 0.0)]
-
-
-def test_children_hear_of_each_other_and_not_of_the_terminal(start: Start) -> None:
-    fake = start(*GOOD)
-    fake.wait_for_event("peer_up", count=4)
-    addresses: dict[str, set[str]] = {}
-    for line in fake.events("peer_up"):
-        addresses.setdefault(line["process"], set()).add(line["address"])
-    assert addresses["scheduler-0"] == addresses["worker-0"] | addresses["frontend-0"]
-    assert len(addresses["scheduler-0"]) == 2
-
-    fake.wait_for_event("progress_passed_on", count=2)
-    passed_on = fake.events("progress_passed_on")
-    assert {line["process"] for line in passed_on} == {"frontend-0"}
-    assert {line["detail"] for line in passed_on} == {"half of worker", "half of scheduler"}
-
-    groups = {os.getpgid(child.pid) for child in fake.children()}
-    assert len(groups) == 3
-    assert os.getpgid(fake.process.pid) not in groups
-
-
-def test_the_arena_reaches_workers_alone_and_goes_no_further(start: Start) -> None:
-    fake = start(*GOOD)
-    fake.wait_for_event("started", count=3)
-    told = {line["process"]: line for line in fake.events("started")}
-    assert {name: len(line["open_arenas"]) for name, line in told.items()} == {"worker-0": 1, "frontend-0": 0, "scheduler-0": 0}
-    assert told["worker-0"]["open_arenas"] == [told["worker-0"]["arena_fd"]]
-    assert told["worker-0"]["inheritable"] == []
-    assert [told[name]["arena_fd"] for name in ("frontend-0", "scheduler-0")] == [NONE, NONE]
+from tests.helpers.server import ROOT, wait_for
+from tests.helpers.started_launcher import GOOD, Start
 
 
 def test_who_does_not_listen_is_killed(start: Start) -> None:
@@ -136,23 +21,6 @@ def test_who_does_not_listen_is_killed(start: Start) -> None:
     assert fake.wait() == 0
     assert sorted(line["child"] for line in fake.events("process_killed")) == ["scheduler 0", "worker 0"]
     assert fake.living() == []
-
-
-def test_a_second_signal_ends_it_at_once(start: Start) -> None:
-    fake = start("frontend:deaf", "worker:good", "scheduler:good")
-    fake.wait_for_event("ready")
-    fake.process.terminate()
-    fake.wait_for_event("drain")
-    began = time.monotonic()
-    wait_for(lambda: ended_after_another_signal(fake), 20, lambda: fake.log)
-    assert fake.wait() == 0
-    assert time.monotonic() - began < 5  # a deaf frontend would otherwise have its full drain
-    assert fake.living() == []
-
-
-def ended_after_another_signal(fake: Fake) -> bool:
-    fake.process.terminate()  # signals close together count as one: it takes several to be a second
-    return fake.process.poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -169,21 +37,104 @@ def test_a_child_that_ends_stops_everything_and_is_named(start: Start, habit: st
     assert list(fake.run_directories.iterdir()) == []
 
 
-@pytest.mark.parametrize(("kind", "number"), [("worker", signal.SIGKILL), ("frontend", signal.SIGSEGV), ("scheduler", signal.SIGTERM)])
-def test_a_signal_to_a_child_is_its_death(start: Start, kind: str, number: signal.Signals) -> None:
-    fake = start(*GOOD)
+def test_a_death_during_a_drain_is_not_repaired_and_nobody_waits_for_what_cannot_come(start: Start) -> None:
+    fake = start("--drain-timeout", "100", "frontend:deaf", "worker:good", "scheduler:good")
     fake.wait_for_event("ready")
-    fake.child(kind).send_signal(number)
+    fake.process.terminate()
+    fake.wait_for_event("drain")
+    fake.child("worker 0").kill()
+    assert fake.wait() == 0
+    assert [line["timeout_s"] for line in fake.events("drain") if line["process"] == "frontend-0"] == [100.0, 0.0]
+    assert next(line["kind"] for line in fake.events("peer_lost") if line["process"] == "frontend-0") == "worker"
+    assert fake.events("process_lost") == []
+    assert len(fake.events("started")) == 3
+
+
+def test_without_restarts_the_first_death_ends_everything(start: Start) -> None:
+    fake = start("--restart-limit", "0", *GOOD)
+    fake.wait_for_event("ready")
+    fake.child("frontend 0").send_signal(signal.SIGSEGV)
     assert fake.wait() == 1
-    assert fake.log.splitlines()[-1] == f"pagemill: {kind} 0 was killed by {number.name}"
+    assert fake.log.splitlines()[-1] == "pagemill: frontend 0 was killed by SIGSEGV"
     assert fake.living() == []
 
 
-def test_who_is_not_ready_in_time_is_named(start: Start) -> None:
-    fake = start("worker:slow", "frontend:good", "scheduler:good", ready_timeout_s=6.0)
+def test_one_death_more_than_is_allowed_ends_everything_and_says_so(start: Start) -> None:
+    fake = start("--restart-limit", "1", *GOOD)
+    fake.wait_for_event("ready")
+    fake.child("frontend 0").kill()
+    fake.wait_for_event("server_ready")
+    fake.child("scheduler 0").kill()
     assert fake.wait() == 1
-    assert fake.log.splitlines()[-1] == "pagemill: worker 0 was not ready after 6 s"
+    assert fake.log.splitlines()[-1] == "pagemill: scheduler 0 was killed by SIGKILL: more deaths than --restart-limit 1 allows in ten minutes"
+    assert fake.living() == []
+
+
+def test_what_does_not_become_ready_again_is_a_death_and_runs_into_the_limit(start: Start) -> None:
+    fake = start("--restart-limit", "1", "--ready-timeout", "5", "frontend:good", "worker:slow_again", "scheduler:good")
+    fake.wait_for_event("ready")
+    fake.child("worker 0").kill()
+    assert fake.wait(60) == 1
+    assert fake.log.splitlines()[-1] == "pagemill: worker 0 was not ready after 5 s: more deaths than --restart-limit 1 allows in ten minutes"
+
+
+def test_who_stops_saying_that_it_is_alive_is_replaced(start: Start) -> None:
+    fake = start("--silence-limit", "2.5", "frontend:good", "worker:stuck", "scheduler:good")
+    fake.wait_for_event("ready")
+    for kind in ("frontend", "scheduler"):
+        fake.child(f"{kind} 0").suspend()
+    fake.wait_for_event("server_ready")
+    assert sorted(fake.lost()) == [f"{kind} 0 did not respond for 2 s" for kind in ("frontend", "scheduler")], "a worker may be silent"
+
+
+def test_a_launcher_that_was_itself_stopped_holds_no_silence_against_anybody(start: Start) -> None:
+    fake = start("--silence-limit", "3", *GOOD)
+    fake.wait_for_event("ready")
+    everybody = [psutil.Process(fake.process.pid), *fake.children()]
+    for process in everybody:
+        process.suspend()
+    began = time.monotonic()
+    wait_for(lambda: time.monotonic() - began > 4.5, 10, lambda: "the clock stands still")
+    everybody[0].resume()
+    for process in everybody[1:]:
+        process.resume()
+    fake.child("frontend 0").kill()  # to see that it is at work again
+    fake.wait_for_event("server_ready")
+    assert fake.lost() == ["frontend 0 was killed by SIGKILL"]
+
+
+def test_who_talks_nonsense_is_replaced(start: Start) -> None:
+    fake = start("frontend:good", "worker:nonsense", "scheduler:good")
+    fake.wait_for_event("ready")
+    fake.child("worker 0").send_signal(signal.SIGUSR1)
+    fake.wait_for_event("server_ready")
+    (lost,) = fake.lost()
+    assert lost.startswith("worker 0 spoke nonsense on its control socket: MessagePack data is malformed")
+
+
+def test_who_is_not_ready_in_time_is_named(start: Start) -> None:
+    fake = start("--ready-timeout", "4", "frontend:slow", "worker:slow", "scheduler:good")
+    assert fake.wait() == 1
+    assert fake.log.splitlines()[-1] == "pagemill: worker 0 was not ready after 4 s"
     assert fake.events("ready") == []
+
+
+@pytest.mark.parametrize("point", ["launcher.spawned", "launcher.buried"])
+def test_a_launcher_that_dies_between_a_childs_end_and_its_replacement_leaves_nothing(start: Start, point: str) -> None:
+    fake = start("--inject", f"{point}=kill@{4 if point == 'launcher.spawned' else 1}", *GOOD)
+    fake.wait_for_event("ready")
+    fake.child("worker 0").kill()
+    assert fake.wait() == -signal.SIGKILL
+    wait_for(lambda: not fake.living(), 5, lambda: f"still there: {fake.living()}")
+
+
+def test_what_goes_wrong_in_the_launcher_ends_everything(start: Start) -> None:
+    fake = start("--inject", "launcher.buried=raise", *GOOD)
+    fake.wait_for_event("ready")
+    fake.child("worker 0").kill()
+    assert fake.wait() == 1
+    assert "InjectedFault: launcher.buried" in fake.log
+    assert fake.living() == []
 
 
 def test_nothing_survives_the_death_of_the_launcher(start: Start) -> None:

@@ -23,6 +23,12 @@ FLAGS = [
     "--api-key-file",
     "--admin-key-file",
     "--strict-request",
+    "--frontends",
+    "--max-connections",
+    "--max-queue-time",
+    "--drain-timeout",
+    "--restart-limit",
+    "--step-timeout",
     "--block-size",
     "--num-blocks",
     "--kv-cache-memory",
@@ -40,6 +46,7 @@ FLAGS = [
     "--log-requests",
     "--event-log",
     "--check-invariants",
+    "--inject",
 ]
 
 
@@ -108,6 +115,7 @@ def test_deterministic_has_three_states() -> None:
 
 def test_served_names_are_collected() -> None:
     assert parse("--served-model-name", "a", "b").served_model_name == ("a", "b")
+    assert parse("--served-model-name", "a", "b", "--served-model-name", "c").served_model_name == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(

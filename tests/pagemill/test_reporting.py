@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import sys
 
+import pytest
 import structlog
 from rich.console import Console
 
@@ -67,6 +70,63 @@ def test_a_start_ends_with_the_banner_and_ready() -> None:
     parts = ("memory plan", "note max_model_len reduced", "http://127.0.0.1:8000/v1/chat/completions", "ready after", "stopping (SIGTERM)")
     order = [text.index(part) for part in parts]
     assert order == sorted(order)
+
+
+def test_a_death_and_a_recovery_are_one_line_each() -> None:
+    reporter, out = rendered()
+    reporter.on_process_lost("worker 0", "worker 0 was killed by SIGKILL", 1, 5)
+    reporter.on_process_back("worker 0", 3.24)
+    reporter.on_recovered(3.3)
+    assert out.getvalue().splitlines() == ["worker 0 was killed by SIGKILL; restarting (1 of 5 in 10 minutes)", "worker 0 is back after 3.2 s"]
+
+
+def test_a_terminal_that_is_gone_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def flush(self) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    reporter = ConsoleReporter(has_key=False)
+    reporter.on_process_lost("worker 0", "worker 0 was killed by SIGKILL", 1, 5)
+    reporter.on_progress("worker 0", Progress(phase="weights", fraction=0.5, detail="half"))
+    reporter.on_recovered(1.0)
+    reporter.on_stopping("SIGTERM")
+
+
+def test_a_reload_says_what_changed_and_what_could_not() -> None:
+    reporter, out = rendered()
+    reporter.on_reloaded(("log_level", "api_keys"), ("port",))
+    reporter.on_reloaded((), ())
+    reporter.on_reload_refused("--config: cannot read [bold]x.toml")
+    assert out.getvalue().splitlines() == [
+        "reloaded: log_level, api_keys",
+        "needs a restart: port",
+        "reloaded: nothing has changed",
+        "not reloaded: --config: cannot read [bold]x.toml",
+    ]
+
+
+def test_a_machine_reads_the_same() -> None:
+    with structlog.testing.capture_logs() as lines:
+        reporter = LogReporter()
+        reporter.on_process_lost("worker 0", "worker 0 was killed by SIGKILL", 1, 5)
+        reporter.on_process_back("worker 0", 3.24)
+        reporter.on_recovered(3.333)
+        reporter.on_reloaded(("log_level",), ("port",))
+        reporter.on_reloaded((), ())
+        reporter.on_reload_refused("no")
+    assert lines == [
+        {"event": "process_lost", "log_level": "error", "child": "worker 0", "reason": "worker 0 was killed by SIGKILL", "deaths": 1, "restart_limit": 5},
+        {"event": "process_restarted", "log_level": "info", "child": "worker 0", "seconds": 3.24},
+        {"event": "server_ready", "log_level": "info", "seconds": 3.33},
+        {"event": "reloaded", "log_level": "info", "changed": ("log_level",)},
+        {"event": "reload_incomplete", "log_level": "warning", "needs_restart": ("port",)},
+        {"event": "reloaded", "log_level": "info", "changed": ()},
+        {"event": "reload_refused", "log_level": "error", "reason": "no"},
+    ]
 
 
 def test_the_banner_never_shows_a_key_but_where_to_put_it() -> None:

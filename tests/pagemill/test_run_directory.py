@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagemill.errors import UsageError
-from pagemill.run_directory import run_directory, socket_address, sweep
+from pagemill.run_directory import remove_sockets, run_directory, socket_address, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +59,19 @@ def test_what_only_looks_like_one_is_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*")} == before
 
 
-def test_addresses_name_the_peer_and_its_incarnation() -> None:
-    assert socket_address("/tmp/x", "worker", 1, 2) == "ipc:///tmp/x/w1.2"
-    assert len({socket_address("/x", kind, 0, 0) for kind in ("worker", "frontend", "scheduler")}) == 3
+def test_what_a_killed_scheduler_bound_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("w0.0.1", "f1.3.1", "w0.1.0", "f0.1.11"):
+        (tmp_path / name).touch()
+    remove_sockets(str(tmp_path), 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"w0.1.0", "f0.1.11"}
+
+
+def test_addresses_name_the_peer_and_both_incarnations() -> None:
+    assert socket_address("/tmp/x", "worker", 1, 2, 3) == "ipc:///tmp/x/w1.2.3"
+    assert len({socket_address("/x", kind, 0, 0, 0) for kind in ("worker", "frontend", "scheduler")}) == 3
 
 
 def test_a_path_too_long_for_a_socket_is_refused() -> None:
-    assert socket_address("/" + "x" * 101, "worker", 0, 0)
+    assert socket_address("/" + "x" * 99, "worker", 0, 0, 0)
     with pytest.raises(UsageError, match="set TMPDIR to a shorter one"):
-        socket_address("/" + "x" * 102, "worker", 0, 0)
+        socket_address("/" + "x" * 100, "worker", 0, 0, 0)

@@ -54,6 +54,14 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
         read_secrets(ServeOptions(api_key_file=str(tmp_path / "none")), {})
 
 
+def test_more_keys_than_fit_into_a_frame_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n".join(f"sk-{number:029}" for number in range(1024)))
+    assert len(read_secrets(ServeOptions(api_key_file=str(file), admin_key_file=str(file)), {}).admin_keys) == 1024
+    with pytest.raises(UsageError, match="all keys together may have 65536 characters"):
+        read_secrets(ServeOptions(api_key_file=str(file), admin_key_file=str(file)), {"PAGEMILL_API_KEY": "k"})
+
+
 def test_a_strange_variable_is_refused_without_quoting_it() -> None:
     with pytest.raises(UsageError, match="PAGEMILL_API_KEY holds characters") as refused:
         read_secrets(ServeOptions(), {"PAGEMILL_API_KEY": f"{KEY}\x00"})
@@ -72,10 +80,16 @@ def test_children_are_started_by_name_with_their_threads_and_without_the_key(mon
         assert spec.environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_only_the_worker_gets_the_arena() -> None:
-    given = {spec.kind: spec.arena_fd for spec in process_specs(settled(), listen_fd=5, arena_fd=6)}
-    assert given == {"worker": 6, "frontend": NONE, "scheduler": NONE}
+def test_the_arena_is_for_workers_and_the_directory_for_schedulers() -> None:
+    specs = process_specs(settled(), listen_fd=5, arena_fd=6, directory_fd=7)
+    assert {spec.kind: spec.arena_fd for spec in specs} == {"worker": 6, "frontend": NONE, "scheduler": NONE}
+    assert {spec.kind: spec.directory_fd for spec in specs} == {"worker": NONE, "frontend": NONE, "scheduler": 7}
     assert {spec.arena_fd for spec in process_specs(settled(), listen_fd=5)} == {NONE}
+
+
+def test_all_frontends_share_one_listening_socket() -> None:
+    frontends = [spec for spec in process_specs(settled(frontends=3), listen_fd=5) if spec.kind == "frontend"]
+    assert [(spec.index, spec.listen_fd) for spec in frontends] == [(0, 5), (1, 5), (2, 5)]
 
 
 def test_a_package_of_the_same_name_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

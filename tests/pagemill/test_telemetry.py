@@ -38,6 +38,18 @@ def test_json_lines_carry_the_common_keys(capsys: pytest.CaptureFixture[str]) ->
     assert line == {"level": "info", "logger": "workers.loader", "process": "worker-0", "event": "weights_loaded", "num_tokens": 3}
 
 
+def test_a_level_that_changes_concerns_loggers_that_were_used_before(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("worker-0", "json", "info")
+    log = get_logger("x")
+    log.info("first")
+    log.debug("unheard")
+    configure("worker-0", "json", "debug")
+    log.debug("heard")
+    configure("worker-0", "json", "error")
+    log.info("unheard")
+    assert [line["event"] for line in json_lines(capsys)] == ["first", "heard"]
+
+
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_value_cannot_forge_a_line(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
     configure("frontend-0", log_format, "info")
