@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+from pagemill import injection
 from pagemill.child import Child, enter
 from pagemill.config import WorkerConfig
 from pagemill.messages import NONE, Progress
@@ -18,11 +19,13 @@ def main() -> None:
 def run(child: Child[WorkerConfig]) -> None:
     from workers.loader import load  # torch loads only now: the process is titled, logged and watched first
     from workers.model_config import ModelRefused
+    from workers.probe import DeviceFault
     from workers.process import serve
 
     def report(phase: str, fraction: float, detail: str) -> None:
-        child.control.send(Progress(phase=phase, fraction=fraction, detail=detail))
+        child.say(Progress(phase=phase, fraction=fraction, detail=detail))
 
+    injection.disarm()  # loading tries out forwards and copies: those are not the ones that faults are meant for
     try:
         loaded = load(child.config, report, child.start.arena_fd)
     except ModelRefused as error:
@@ -32,7 +35,12 @@ def run(child: Child[WorkerConfig]) -> None:
     # What is loaded stays: the collector need not walk through all of torch, neither while serving nor at exit.
     gc.collect()
     gc.freeze()
-    serve(child, loaded)
+    injection.arm(child.start.injections, kind=child.start.kind, incarnation=child.start.incarnation)
+    injection.reach("worker.loaded")
+    try:
+        serve(child, loaded)
+    except DeviceFault as fault:
+        child.fail(str(fault))
 
 
 if __name__ == "__main__":

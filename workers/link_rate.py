@@ -34,11 +34,16 @@ class LinkRate:
 
 
 def measure_link(swapper: Swapper, block_bytes: int) -> LinkRate:
-    """Copies blocks to and fro; what lay in them is lost. Raises LinkFailed."""
+    """Copies slots into blocks and back, each to where it came from. Raises LinkFailed.
+
+    What lay in the blocks is lost. What lies in the slots stays, down to the bit and at every moment: when a worker is
+    started in place of another, that is the KV of sequences which wait for it.
+    """
     num_copied = min(swapper.num_blocks, swapper.num_slots, max(1, _ROUND_BYTES // block_bytes))
     if not num_copied:
         return LinkRate(0.0, 0.0)
-    _seconds(swapper, "in", num_copied)  # memory never written is no memory yet: reading it would be too fast
+    # In comes first, so that what goes out is what was there. Besides, memory never written is no memory yet: reading it would be too fast.
+    _seconds(swapper, "in", num_copied)
     _seconds(swapper, "out", num_copied)
     rounds = [(_seconds(swapper, "out", num_copied), _seconds(swapper, "in", num_copied)) for _ in range(_NUM_ROUNDS)]
     out_s, in_s = (max(median(times), 1e-9) for times in zip(*rounds, strict=True))

@@ -28,6 +28,7 @@ from workers.link_rate import LinkFailed, LinkRate, measure_link
 from workers.model_config import ModelConfig, ModelRefused, read_config
 from workers.models import Model, find_model
 from workers.parallel import TensorParallel
+from workers.probe import DeviceFault
 from workers.rows import RowBounds, RowTable
 from workers.runner import Runner
 from workers.swapper import Swapper
@@ -73,7 +74,7 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
         if not config.max_model_len:
             max_model_len = min(max_model_len, num_blocks * config.block_size)
         on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
-        bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len)
+        bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len, len(spec.groups))
         kv_cache = KvCache(spec, num_blocks, device)
         swapper = Swapper(kv_cache, _arena_slots(region, on_progress) if region is not None else None)
         runner = Runner(model, kv_cache, swapper, RowTable(bounds), device)
@@ -140,6 +141,7 @@ def _prefill_seconds(runner: Runner, num_tokens: int) -> float:
     bounds = runner.rows.bounds
     row, blocks = RowId(0), list(range(-(-(num_tokens + 1) // bounds.block_size)))
     prompt = pack_ids([index % bounds.vocab_size for index in range(num_tokens)])
+    runner.rows.clear()
     runner.rows.install(
         InstallRow(
             epoch=0, row=row, version=0, seq_id=SeqId(0), sampling=SamplingParams(temperature=0.0), seed=0,
@@ -154,9 +156,13 @@ def _prefill_seconds(runner: Runner, num_tokens: int) -> float:
 
 
 def _run_slice(runner: Runner, piece: Slice) -> int:
-    (result,), _ = runner.run(Plan(epoch=0, plan_id=PlanId(0), slices=(piece,), transfers=(), released_rows=()))
-    if result.outcome != "accepted":
-        raise ModelRefused(f"the model does not produce a token in warm-up: {result.error}; are its weights intact?")
+    try:
+        (result,), _ = runner.run(Plan(epoch=0, plan_id=PlanId(0), slices=(piece,), transfers=(), released_rows=()))
+        reason = result.error
+    except DeviceFault as fault:
+        reason = str(fault)
+    if reason:
+        raise ModelRefused(f"the model does not produce a token in warm-up: {reason}; are its weights intact?")
     return result.token_ids[0]
 
 

@@ -2,8 +2,9 @@
 
 `Worker.handle` turns one message into its replies, `Worker.poll` tells what has been copied meanwhile, and
 they are all there is to test without a socket; `serve` connects them to the scheduler's channel and to the
-control socket. Messages of an older epoch are dropped and counted; a newer epoch means a new core, which
-knows none of the old rows and transfers. Must not know requests or policies.
+control socket. Messages of an older epoch, and those that come late or twice, are dropped and counted; a newer
+epoch means a new core, which knows none of the old rows and transfers. The scheduler may go and another one
+come: what is being computed and copied is finished, and told to nobody. Must not know requests or policies.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ from typing import assert_never
 
 import zmq
 
+from pagemill import injection
 from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.config import WorkerConfig
 from pagemill.messages import (
+    NO_PLAN,
+    NONE,
     Drain,
     InstallRow,
+    LauncherToChild,
+    PeerLost,
     PeerUp,
     Plan,
-    Ready,
+    PlanId,
+    Reload,
     RowMissing,
     SchedulerToWorker,
     StepDone,
@@ -40,8 +47,9 @@ class Worker:
     """One rank's answers. Stateless between plans but for the rows, which may be dropped at any time, and what is being copied."""
 
     def __init__(self, runner: Runner, rank: int, epoch: int) -> None:
-        self.num_dropped = 0  #: messages of older epochs
+        self.num_dropped = 0  #: messages of older epochs, and those that came late or twice
         self._runner, self._rank, self._epoch = runner, rank, epoch
+        self._last_plan = NO_PLAN  #: of this epoch; their numbers rise
 
     def fileno(self) -> int:
         """Readable while `poll` has something to say."""
@@ -52,21 +60,23 @@ class Worker:
         match message:
             case InstallRow():
                 if self._is_current(message.epoch):
-                    self._runner.rows.install(message)
+                    injection.reach("worker.install")
+                    self.num_dropped += not self._runner.rows.install(message)
                 return []
             case Plan():
-                return self._carry_out(message) if self._is_current(message.epoch) else []
+                return self._carry_out(message) if self._is_current(message.epoch) and self._is_next(message.plan_id) else []
             case _:
                 assert_never(message)
 
     def poll(self) -> list[TransferDone]:
         """What has been copied, or could not be, since the last look."""
-        return [
-            TransferDone(epoch=self._epoch, rank=self._rank, transfer_ids=tuple(done.transfer_ids), ok=done.ok, seconds=done.seconds)
-            for done in self._runner.swapper.take_done()
-        ]
+        finished = self._runner.swapper.take_done()
+        if finished:
+            injection.reach("transfer.done")
+        return [TransferDone(epoch=self._epoch, rank=self._rank, transfer_ids=tuple(done.transfer_ids), ok=done.ok, seconds=done.seconds) for done in finished]
 
     def _carry_out(self, plan: Plan) -> list[WorkerToScheduler]:
+        injection.reach("worker.plan")
         waited = self._runner.swapper.start(plan.transfers, plan.plan_id)
         missing = self._runner.rows.missing(plan)
         answer: StepDone | RowMissing
@@ -82,24 +92,40 @@ class Worker:
             self.num_dropped += 1
             return False
         if epoch > self._epoch:
-            self._epoch = epoch
+            self._epoch, self._last_plan = epoch, NO_PLAN
             self._runner.reset()
         return True
 
+    def _is_next(self, plan_id: PlanId) -> bool:
+        """Done twice, a plan would tell its rows twice what is new."""
+        if plan_id <= self._last_plan:
+            self.num_dropped += 1
+            return False
+        self._last_plan = plan_id
+        return True
 
-class _Link:
+
+class Link:
     """The channel to the scheduler that exists now. A new incarnation of the scheduler is a new channel."""
 
     def __init__(self, child: Child[WorkerConfig], ready: WorkerReady, poller: zmq.Poller) -> None:
         self._child, self._ready, self._poller = child, ready, poller
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.channel: SchedulerChannel | None = None
+        self._incarnation = NONE  #: of the scheduler at the other end
 
-    def connect(self, address: str) -> None:
+    def connect(self, peer: PeerUp) -> None:
+        """Meets a scheduler and says what this rank has. It may know nothing of this rank, or of the bytes in its pool and slots a good deal."""
         self.close()
-        self.channel = Channel(self._context, address, bind=False, hello=self._child.hello(), peer="scheduler", incoming=SchedulerToWorker)
+        self.channel = Channel(self._context, peer.address, bind=False, hello=self._child.hello(), peer="scheduler", incoming=SchedulerToWorker)
+        self._incarnation = peer.incarnation
         self._poller.register(self.channel.socket, zmq.POLLIN)
         self.channel.send(self._ready)
+
+    def disconnect(self, peer: PeerLost) -> None:
+        """Parts with a scheduler that is gone, and with what it had sent and nobody has read."""
+        if peer.incarnation == self._incarnation:
+            self.close()
 
     def answer(self, worker: Worker) -> None:
         """Handles all that has arrived, and tells what has been copied."""
@@ -109,9 +135,15 @@ class _Link:
 
     def _send(self, replies: Sequence[WorkerToScheduler]) -> None:
         """Without a scheduler they are lost: the next one has another epoch."""
-        if self.channel is not None:
-            for reply in replies:
-                self.channel.send(reply)
+        if self.channel is None:
+            return
+        for reply in replies:
+            is_step = isinstance(reply, StepDone)
+            if is_step:
+                injection.reach("worker.step_done")
+            self.channel.send(reply)
+            if is_step:
+                injection.reach("worker.step_sent")
 
     def close(self) -> None:
         if self.channel is not None:
@@ -122,21 +154,33 @@ class _Link:
 
 def serve(child: Child[WorkerConfig], loaded: Loaded) -> None:
     """Answers the scheduler until the launcher says `Drain`, which it does when nothing runs any more, or is gone."""
-    log = get_logger("workers.process")
     poller = zmq.Poller()
     worker = Worker(loaded.runner, loaded.ready.rank, child.start.epoch)
     poller.register(child.control.fileno(), zmq.POLLIN)
     poller.register(worker.fileno(), zmq.POLLIN)
-    link = _Link(child, loaded.ready, poller)
-    child.control.send(Ready(f"{loaded.ready.num_blocks} blocks of {loaded.ready.block_size} tokens"))
-    while True:
-        events = dict(poller.poll())
-        if child.control.fileno() in events:
-            frame = child.control.receive()
-            if frame is None or isinstance(frame, Drain):
-                log.info("stopped", reason="drain" if frame else "launcher is gone", dropped=worker.num_dropped)
-                link.close()
-                return loaded.runner.swapper.close()
-            if isinstance(frame, PeerUp) and frame.kind == "scheduler":
-                link.connect(frame.address)
-        link.answer(worker)
+    link = Link(child, loaded.ready, poller)
+    child.say_ready(f"{loaded.ready.num_blocks} blocks of {loaded.ready.block_size} tokens")
+    try:
+        while True:
+            events = dict(poller.poll())
+            if child.control.fileno() in events:
+                frame = child.receive()
+                if frame is None or isinstance(frame, Drain):
+                    get_logger("workers.process").info("stopped", reason="drain" if frame else "launcher is gone", dropped=worker.num_dropped)
+                    return loaded.runner.swapper.close()
+                _obey(frame, child, link)
+            link.answer(worker)
+    finally:
+        link.close()
+
+
+def _obey(frame: LauncherToChild, child: Child[WorkerConfig], link: Link) -> None:
+    match frame:
+        case PeerUp(kind="scheduler"):
+            link.connect(frame)
+        case PeerLost(kind="scheduler"):
+            link.disconnect(frame)
+        case Reload():
+            child.apply_reload(frame)  # of which the log level alone concerns a worker
+        case _:
+            pass  # other peers are the scheduler's affair

@@ -3,12 +3,14 @@
 A row is a cache, a pure function of the messages it was sent, and may be dropped at any time: the core
 answers `RowMissing` by installing it again. Every integer that will become an index is range-checked
 here, once, when it arrives. A value out of range makes the row unsound, which fails its slices and
-nothing else. Rows know no tensors, no policies and no requests.
+nothing else; nothing that arrives makes this file raise. Rows know no tensors, no policies and no requests.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,7 @@ class RowBounds:
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_groups: int  #: KV groups, each with a block table of its own
 
 
 class Row:
@@ -44,7 +47,9 @@ class Row:
         self.drawn: tuple[PlanId, int] = (PlanId(NONE), NONE)  #: the last plan that drew a token here, and the token
         self._extend(self.token_ids, message.token_ids, bounds.vocab_size)
         self._extend_tables(message.block_tables, bounds.num_blocks)
-        if not (0 < message.num_prompt_tokens <= len(self.token_ids) and _in_range(message.sampling, message.seed, bounds.vocab_size)):
+        if len(message.block_tables) != bounds.num_groups or not 0 < message.num_prompt_tokens <= len(self.token_ids):
+            self.error = INVALID_INPUT
+        if not _in_range(message.sampling, message.seed, bounds.vocab_size):
             self.error = INVALID_INPUT
 
     @property
@@ -98,9 +103,16 @@ class RowTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def install(self, message: InstallRow) -> None:
-        """Replaces whatever held the number before. Never raises: an unsound row fails its slices instead."""
+    def install(self, message: InstallRow) -> bool:
+        """Replaces an older version of the number; False if what is there is as new, for then the message came late or twice.
+
+        An unsound row is installed as well: it fails its slices.
+        """
+        held = self._rows.get(message.row)
+        if held is not None and held.version >= message.version:
+            return False
         self._rows[message.row] = Row(message, self.bounds)
+        return True
 
     def missing(self, plan: Plan) -> Slice | None:
         """The first slice whose (row, version) is not held; then nothing of the plan may be applied."""
@@ -117,11 +129,20 @@ class RowTable:
             row = self._rows[piece.row]
             row.apply(piece, self.bounds)
             rows.append(row)
-        self._release(plan.released_rows, named={piece.row for piece in plan.slices})
+        named = {piece.row for piece in plan.slices}
+        if len(named) < len(rows):
+            self._refuse_repeated(plan.slices)
+        self._release(plan.released_rows, named)
         return rows
 
     def clear(self) -> None:
         self._rows.clear()
+
+    def _refuse_repeated(self, slices: Sequence[Slice]) -> None:
+        """A row may have one slice in a plan: of two it is not said which comes first."""
+        for row, times in Counter(piece.row for piece in slices).items():
+            if times > 1:
+                self._rows[row].error = INVALID_INPUT
 
     def _release(self, rows: Iterable[RowId], named: set[RowId]) -> None:
         for row in rows:
@@ -130,5 +151,20 @@ class RowTable:
 
 
 def _in_range(sampling: SamplingParams, seed: int, vocab_size: int) -> bool:
+    """Whether ids are ids, numbers are numbers, and the filters leave at least one token to draw."""
     ids = [*sampling.stop_token_ids, *(token_id for token_id, _ in sampling.logit_bias)]
-    return 0 <= seed < 2**64 and all(0 <= token_id < vocab_size for token_id in ids)
+    numbers = [
+        sampling.temperature,
+        sampling.top_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        *(bias for _, bias in sampling.logit_bias),
+    ]
+    return (
+        0 <= seed < 2**64
+        and all(0 <= token_id < vocab_size for token_id in ids)
+        and all(map(math.isfinite, numbers))
+        and 0 <= sampling.min_p <= 1
+        and sampling.repetition_penalty > 0
+    )

@@ -5,8 +5,9 @@
 
 Transfers that this forward needs are copied at once in the caller's thread, after those they must not overtake
 and nothing else; all others by background threads, in order. Nothing is copied for a transfer that names a
-block or a slot that does not exist. Every transfer is reported once, also one that failed. Ids come from the
-scheduler; whose blocks they are is not known here.
+block or a slot that does not exist. Every transfer is reported once, also one that failed. If a thread itself
+fails, the next call says so, instead of a copy that nobody ever hears of. Ids come from the scheduler; whose
+blocks they are is not known here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pagemill import injection
 from pagemill.messages import NONE, PlanId, Transfer
 from pagemill.telemetry import get_logger
 from workers.copiers import Copier, Copy, open_copier
@@ -53,7 +55,7 @@ class Swapper:
             copier = open_copier(kv_cache.blocks, slots)
         self._work = _Work(copier)
         lanes = [
-            threading.Thread(target=_run_lane, args=(self._work, lane), name=f"swap {'+'.join(lane)}", daemon=True)
+            threading.Thread(target=self._work.run_lane, args=(lane,), name=f"swap {'+'.join(lane)}", daemon=True)
             for lane in (copier.lanes if copier is not None else ())
         ]
         # They end with this object or with the interpreter, whichever comes first: they must not copy into memory that is gone.
@@ -70,6 +72,8 @@ class Swapper:
         if not (transfers or self._needed_later):
             return 0.0
         started = time.perf_counter()
+        if transfers:
+            injection.reach("transfer.start")
         mark = self._work.mark()
         jobs: list[Job] = []
         refused: list[Job] = []
@@ -117,6 +121,7 @@ class _Work:
         self._queued: dict[Direction, deque[tuple[_Batch, Copy]]] = {direction: deque() for direction in BOTH}  #: urgent, with the device
         self._done: dict[tuple[Direction, bool], Done] = {}
         self._is_closed = False
+        self._failure: BaseException | None = None  #: what a thread died of: there is no one to copy any more
         self._log = get_logger("workers.swapper")
 
     def mark(self) -> object:
@@ -140,7 +145,7 @@ class _Work:
                     if all(self._order.has_started(job) if job.is_urgent else self._order.is_over(job) for job in needed):
                         self._changed.notify_all()
                         return
-                    self._changed.wait()  # some of them, or something ahead of them, is being copied in the background
+                    self._wait()  # some of them, or something ahead of them, is being copied in the background
             self._copy(batch, holds_forward=True)
 
     def run_next(self, lane: Sequence[Direction]) -> bool:
@@ -157,8 +162,20 @@ class _Work:
             self._settle(batch, copy)
         return True
 
+    def run_lane(self, lane: Sequence[Direction]) -> None:
+        """A thread's whole life."""
+        try:
+            while self.run_next(lane):
+                pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+                os.eventfd_write(self.wake_fd, 1)
+
     def take_done(self) -> list[Done]:
         with self._changed:
+            self._raise_failure()
             done = list(self._done.values())
             self._done.clear()
             if done:
@@ -169,7 +186,7 @@ class _Work:
         with self._changed:
             self._order.drop_waiting()
             while not self._order.is_idle:
-                self._changed.wait()
+                self._wait()
         self.take_done()
 
     def close(self, lanes: Sequence[threading.Thread]) -> None:
@@ -185,6 +202,14 @@ class _Work:
         self._done.clear()  # the number of the descriptor may soon be another's
         os.close(self.wake_fd)
 
+    def _wait(self) -> None:
+        self._raise_failure()
+        self._changed.wait()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("a thread that copies blocks has ended") from self._failure
+
     def _next(self, lane: Sequence[Direction]) -> tuple[_Batch, Copy | None] | None:
         for direction in lane:
             if self._queued[direction]:
@@ -197,6 +222,7 @@ class _Work:
         assert self._copier is not None
         direction = batch[0].direction
         try:
+            injection.reach("transfer.copy")
             # The last of a batch has the newest mark, which comes after all others.
             copy = self._copier.start(direction, [job.places for job in batch], batch[-1].mark)
             if holds_forward:
@@ -218,11 +244,12 @@ class _Work:
     def _settle(self, batch: _Batch, copy: Copy) -> None:
         try:
             seconds = copy.wait()
+            is_spoilt = injection.reach("transfer.copied")
         except Exception:
             self._log.exception("copy_failed", transfer_ids=[job.transfer_id for job in batch])
             self._finish(batch, ok=False, seconds=0.0)
         else:
-            self._finish(batch, ok=True, seconds=seconds)
+            self._finish(batch, ok=not is_spoilt, seconds=seconds)
 
     def _finish(self, batch: _Batch, *, ok: bool, seconds: float) -> None:
         with self._changed:
@@ -236,8 +263,3 @@ class _Work:
         done = self._done.setdefault((direction, ok), Done(direction, ok))
         done.transfer_ids += (job.transfer_id for job in batch)
         done.seconds += seconds
-
-
-def _run_lane(work: _Work, lane: Sequence[Direction]) -> None:
-    while work.run_next(lane):
-        pass

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.helpers.plans import install, piece
 from workers.inputs import build_inputs
 from workers.loader import Loaded
-from workers.rows import Row, RowBounds
+from workers.rows import Row
 
 
 def logits_in_chunks(loaded: Loaded, sequences: Sequence[Sequence[int]], chunk: int, *, first: int = 0, seed: int = 0) -> list[Tensor]:
@@ -24,7 +24,7 @@ def logits_in_chunks(loaded: Loaded, sequences: Sequence[Sequence[int]], chunk: 
     Blocks are dealt out at random, so nothing works by lying in order.
     """
     ready = loaded.ready
-    bounds = RowBounds(loaded.runner.rows.bounds.vocab_size, ready.num_blocks, ready.block_size, ready.max_model_len)
+    bounds = loaded.runner.rows.bounds
     free = list(range(ready.num_blocks))
     random.Random(seed).shuffle(free)
     rows = []

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def bounds(block_size: int) -> RowBounds:
-    return RowBounds(vocab_size=1000, num_blocks=500, block_size=block_size, max_model_len=1000)
+    return RowBounds(vocab_size=1000, num_blocks=500, block_size=block_size, max_model_len=1000, num_groups=1)
 
 
 def test_a_mixed_step_by_hand() -> None:
@@ -49,7 +49,7 @@ def test_blocks_taken_ahead_are_not_in_the_table() -> None:
 
 
 def test_slots_beyond_32_bits_are_exact() -> None:
-    limits = RowBounds(vocab_size=10, num_blocks=2**31 - 1, block_size=256, max_model_len=1000)
+    limits = RowBounds(vocab_size=10, num_blocks=2**31 - 1, block_size=256, max_model_len=1000, num_groups=1)
     inputs = build_inputs([piece(0, 0, 1)], [Row(install(0, [1], [2**31 - 2]), limits)], 256, CPU)
     assert inputs.slot_mapping.tolist() == [(2**31 - 2) * 256]
 

@@ -30,6 +30,20 @@ def test_both_ways_are_measured_on_no_more_than_there_is(num_slots: int) -> None
     swapper.close()
 
 
+@pytest.mark.parametrize("num_slots", [3, 20])
+def test_what_lies_in_the_slots_lies_there_still(num_slots: int) -> None:
+    cache, slots, copier = parts(num_slots)
+    before = slots.random_(0, 256).clone()
+    during: list[bool] = []
+    copier.before_copy = lambda: during.append(torch.equal(slots, before))
+    swapper = Swapper(cache, slots, copier=copier)
+    measure_link(swapper, cache.spec.block_bytes)
+    assert torch.equal(slots, before)
+    assert all(during), "a worker that is killed while it measures must not leave anything behind either"
+    assert ("here", "out", 0, 0) in copier.copied
+    swapper.close()
+
+
 def test_without_an_arena_there_is_no_link() -> None:
     cache, _, _ = parts(1)
     assert measure_link(Swapper(cache, None), cache.spec.block_bytes) == LinkRate(0.0, 0.0)

@@ -97,6 +97,15 @@ def test_broken_weights_are_noticed_in_warm_up(tmp_path: Path) -> None:
         load(offline_config(folder))
 
 
+def test_a_model_that_raises_is_noticed_in_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr("workers.models.llama.Model.logits", fail)
+    with pytest.raises(ModelRefused, match=r"does not produce a token in warm-up: .*: no kernel image is available; are its weights intact"):
+        load(offline_config(str(tiny_checkpoint("llama"))))
+
+
 @pytest.fixture
 def arena_fd() -> Iterator[int]:
     fd = create_arena(2 * SWAP_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -21,6 +22,8 @@ from workers.runner import Runner
 from workers.swapper import Swapper
 
 NUM_SLOTS = 6
+#: Of plans and of versions of rows: each higher than those before.
+NUMBERS = itertools.count(100)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,8 @@ def answer(worker: Worker, message: Plan) -> WorkerToScheduler:
 
 
 def done(worker: Worker, *args: object, **kwargs: object) -> StepDone:
-    reply = answer(worker, plan(*args, **kwargs))  # type: ignore[arg-type]
+    """The acknowledgement of a plan, which gets a number higher than any before unless it is given one."""
+    reply = answer(worker, plan(*args, **({"plan_id": next(NUMBERS)} | kwargs)))  # type: ignore[arg-type]
     assert isinstance(reply, StepDone)
     return reply
 
@@ -80,6 +84,24 @@ def test_messages_of_an_older_epoch_are_dropped_and_counted(worker: Worker) -> N
 def test_a_newer_epoch_knows_none_of_the_old_rows(worker: Worker) -> None:
     worker.handle(install(0, [5, 6, 7], [1]))
     assert isinstance(answer(worker, plan(piece(0, 0, 3), epoch=2)), RowMissing)
+
+
+def test_a_newer_epoch_finds_the_bytes_of_the_pool_and_counts_its_plans_anew(worker: Worker, loaded: Loaded) -> None:
+    before = loaded.runner.kv_cache.blocks.random_(0, 256).clone()
+    done(worker)
+    assert done(worker, epoch=2, plan_id=1).plan_id == 1
+    assert torch.equal(loaded.runner.kv_cache.blocks, before)
+
+
+def test_what_comes_twice_or_late_is_dropped_and_counted(worker: Worker) -> None:
+    first, step = install(0, [5, 6, 7], [1]), plan(piece(0, 0, 3), plan_id=7)
+    worker.handle(first)
+    drawn = answer(worker, step)
+    assert isinstance(drawn, StepDone)
+    assert worker.handle(step) == worker.handle(first) == worker.handle(plan(plan_id=6)) == []
+    assert worker.num_dropped == 3
+    # had the plan been carried out again, or the row made anew, its history would not end where this slice says
+    assert done(worker, piece(0, 3, 1, new_tokens=drawn.results[0].token_ids)).results[0].outcome == "accepted"
 
 
 def test_a_failing_row_is_reported_and_the_worker_goes_on(worker: Worker) -> None:
@@ -202,6 +224,24 @@ def test_a_worker_with_an_arena_says_how_fast_it_copies(loaded: Loaded) -> None:
     assert loaded.runner.swapper.take_done() == []
 
 
+def test_a_worker_in_place_of_another_finds_the_arena_as_it_was_and_divides_it_alike() -> None:
+    config = offline_config(str(tiny_checkpoint("llama")), block_size=4, num_blocks=16, swap_bytes=NUM_SLOTS * 4096)
+    arena_fd = create_arena(NUM_SLOTS * 4096)
+    try:
+        first = load(config, arena_fd=arena_fd)
+        content = os.urandom(NUM_SLOTS * 4096)
+        os.pwrite(arena_fd, content, 0)
+        first.runner.swapper.close()
+        second = load(config, arena_fd=arena_fd)  # measures its link, warms up and tries out what it promises
+        assert os.pread(arena_fd, len(content), 0) == content
+        assert (second.ready.num_swap_slots, second.ready.block_bytes) == (first.ready.num_swap_slots, first.ready.block_bytes)
+        worker = Worker(second.runner, rank=0, epoch=1)
+        worker.handle(plan(transfers=[copy_in(1, 5, 2, needed_by=1)]))
+        assert second.runner.kv_cache.blocks[2].numpy().tobytes() == content[5 * 4096 :][: second.ready.block_bytes]
+    finally:
+        os.close(arena_fd)
+
+
 def test_a_worker_without_an_arena_refuses_transfers_and_goes_on() -> None:
     loaded = load(offline_config(str(tiny_checkpoint("llama")), block_size=4, num_blocks=16))
     transfer_done, step = Worker(loaded.runner, rank=0, epoch=1).handle(plan(transfers=[copy_out(1, 0, 0)]))
@@ -213,17 +253,19 @@ def test_a_sequence_swapped_out_and_into_other_blocks_goes_on_as_if_nothing_had_
     prompt = [5, 6, 7, 8, 9, 10]
 
     def generate(swap: bool) -> list[tuple[int, ...]]:
-        worker.handle(install(0, prompt, [1, 2], version=1 + swap))
-        tokens = [done(worker, piece(0, 0, 6, version=1 + swap)).results[0].token_ids]
+        version = next(NUMBERS)
+        worker.handle(install(0, prompt, [1, 2], version=version))
+        tokens = [done(worker, piece(0, 0, 6, version=version)).results[0].token_ids]
         if swap:
-            out = [copy_out(1, 1, 3, needed_by=2), copy_out(2, 2, 0, needed_by=2), copy_in(3, 3, 9, needed_by=2), copy_in(4, 0, 8, needed_by=2)]
-            worker.handle(plan(plan_id=2, transfers=out))
+            now, version = next(NUMBERS), next(NUMBERS)
+            out = [copy_out(1, 1, 3, needed_by=now), copy_out(2, 2, 0, needed_by=now), copy_in(3, 3, 9, needed_by=now), copy_in(4, 0, 8, needed_by=now)]
+            worker.handle(plan(plan_id=now, transfers=out))
             worker.handle(install(1, [1] * 8, [1, 2]))
             done(worker, piece(1, 0, 8))
-            worker.handle(install(0, prompt, [9, 8], version=2))
+            worker.handle(install(0, prompt, [9, 8], version=version))
         for position in range(6, 8):
             new = list(tokens[-1])
-            tokens.append(done(worker, piece(0, position, 1, version=1 + swap, new_tokens=new)).results[0].token_ids)
+            tokens.append(done(worker, piece(0, position, 1, version=version, new_tokens=new)).results[0].token_ids)
         return tokens
 
     assert generate(swap=True) == generate(swap=False)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 
 import msgspec
 import pytest
 
-from pagemill.messages import InstallRow, PlanId, SamplingParams, Slice
+from pagemill.messages import InstallRow, PlanId, SamplingParams, Slice, pack_ids
 from tests.helpers.plans import install, piece, plan
 from workers.rows import INVALID_INPUT, Row, RowBounds, RowTable
 
-BOUNDS = RowBounds(vocab_size=100, num_blocks=8, block_size=4, max_model_len=24)
+BOUNDS = RowBounds(vocab_size=100, num_blocks=8, block_size=4, max_model_len=24, num_groups=1)
 
 
 def table_with(*messages: InstallRow) -> RowTable:
@@ -83,14 +84,40 @@ def test_a_reused_number_forgets_its_former_holder() -> None:
         install(0, [1, 2], [7], sampling=SamplingParams(stop_token_ids=(100,), min_tokens=1)),
         install(0, [1, 2], [7], sampling=SamplingParams(stop_token_ids=(-1,))),
         install(0, [1, 2], [7], sampling=SamplingParams(logit_bias=((100, 1.0),))),
+        install(0, [1, 2], [7], sampling=SamplingParams(logit_bias=((1, math.nan),))),
+        install(0, [1, 2], [7], sampling=SamplingParams(temperature=math.inf)),
+        install(0, [1, 2], [7], sampling=SamplingParams(top_p=math.nan)),
+        install(0, [1, 2], [7], sampling=SamplingParams(min_p=1.5)),
+        install(0, [1, 2], [7], sampling=SamplingParams(min_p=math.nan)),
+        install(0, [1, 2], [7], sampling=SamplingParams(repetition_penalty=0.0)),
+        install(0, [1, 2], [7], sampling=SamplingParams(presence_penalty=-math.inf)),
         msgspec.structs.replace(install(0, [1, 2], [7]), token_ids=b"\1\0\0"),
         msgspec.structs.replace(install(0, [1, 2], [7]), block_tables=(b"\1\0\0\0\0",)),
+        msgspec.structs.replace(install(0, [1, 2], [7]), block_tables=()),
+        msgspec.structs.replace(install(0, [1, 2], [7]), block_tables=(pack_ids([7]), pack_ids([6]))),
     ],
 )
 def test_whatever_is_out_of_range_in_a_row_fails_that_row_alone(message: InstallRow) -> None:
     table = table_with(message, install(1, [1, 2], [3]))
-    bad, good = table.apply(plan(piece(0, 0, 1, sample=False), piece(1, 0, 2)))
+    no_news = msgspec.structs.replace(piece(0, 0, 1, sample=False), new_block_ids=())
+    bad, good = table.apply(plan(no_news, piece(1, 0, 2)))
     assert (bad.error, good.error) == (INVALID_INPUT, "")
+
+
+@pytest.mark.parametrize("version", [3, 2], ids=["sent twice", "sent late"])
+def test_a_row_is_replaced_only_by_a_newer_version(version: int) -> None:
+    table = table_with(install(0, [1, 2, 3], [7], version=3))
+    table.apply(plan(piece(0, 3, 1, version=3, new_tokens=[4])))
+    assert not table.install(install(0, [9], [2], version=version))
+    (row,) = table.apply(plan(piece(0, 3, 1, version=3)))
+    assert (row.error, row.token_ids.tolist()) == ("", [1, 2, 3, 4])
+    assert table.install(install(0, [9], [2], version=4))
+
+
+def test_two_slices_of_one_row_in_a_plan_fail_both() -> None:
+    table = table_with(install(0, [1, 2, 3], [7]), install(1, [1, 2], [3]))
+    first, second, other = table.apply(plan(piece(0, 0, 2, sample=False), piece(0, 2, 1), piece(1, 0, 2)))
+    assert (first.error, second.error, other.error) == (INVALID_INPUT, INVALID_INPUT, "")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagemill.messages import Plan, PlanId, RowResult, SamplingParams
+from pagemill.messages import NONE, Plan, PlanId, RowResult, SamplingParams
 from scripts.lib.offline import OfflineEngine, offline_config
 from tests.helpers.forward import logits_in_chunks
 from tests.helpers.plans import install, piece, plan
@@ -17,10 +17,12 @@ from tests.helpers.tiny_model import VOCAB_SIZE, tiny_checkpoint
 from workers.inputs import StepInputs
 from workers.kv_cache import KvCache
 from workers.loader import Loaded, load
+from workers.probe import DeviceFault
 from workers.rows import INVALID_INPUT
 from workers.runner import NOT_FINITE, STEP_FAILED, Runner
 
 POISON = 300  #: a token id that the faulty models below stumble over
+EVERY = NONE  #: all of them are poison
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +42,20 @@ class FaultyModel:
 
     ARCHITECTURES = ("Faulty",)
 
-    def __init__(self, runner: Runner, fault: str) -> None:
+    def __init__(self, runner: Runner, fault: str, poison: int = POISON, times: int = 10**6) -> None:
         self._model = runner.model
         self._fault = fault
+        self._poison = poison
+        self._times_left = times  #: forwards that go wrong, before it recovers
         self._poisoned = torch.tensor([False])
         self.num_calls = 0
 
     def __call__(self, inputs: StepInputs, kv_cache: KvCache) -> Tensor:
         self.num_calls += 1
-        poisoned = inputs.token_ids == POISON
+        poisoned = (inputs.token_ids == self._poison) | (self._poison == EVERY)
+        if poisoned.any():
+            self._times_left -= 1
+            poisoned &= self._times_left >= 0
         self._poisoned = poisoned[inputs.sample_rows]
         if self._fault == "raise" and bool(poisoned.any()):
             raise RuntimeError("poison")
@@ -60,8 +67,8 @@ class FaultyModel:
         return torch.where(self._poisoned[:, None], torch.nan, logits) if self._fault == "logits" else logits
 
 
-def poison(runner: Runner, fault: str) -> FaultyModel:
-    model = FaultyModel(runner, fault)
+def poison(runner: Runner, fault: str, **changes: int) -> FaultyModel:
+    model = FaultyModel(runner, fault, **changes)
     runner.model = model  # type: ignore[assignment]
     return model
 
@@ -118,13 +125,51 @@ def test_a_fault_in_a_slice_that_does_not_sample_is_reported_too(runner: Runner,
     assert {row: result.outcome for row, result in results.items()} == {0: "failed", 1: "accepted"}
 
 
-def test_a_fault_costs_one_more_forward_for_each_row_and_only_then(runner: Runner) -> None:
+@pytest.mark.parametrize(("fault", "rows_tried_again"), [("raise", 3), ("hidden", 1), ("logits", 1)])
+def test_a_fault_costs_one_more_forward_for_each_row_without_a_result_and_only_then(runner: Runner, fault: str, rows_tried_again: int) -> None:
     install_all(runner, [[5, 6], [7, POISON], [8, 9]])
-    model = poison(runner, "raise")
+    model = poison(runner, fault)
     by_row(runner, plan(piece(0, 0, 2), piece(2, 0, 2)))
     assert model.num_calls == 1
     by_row(runner, plan(piece(0, 0, 2), piece(1, 0, 2), piece(2, 0, 2)))
-    assert model.num_calls == 1 + 1 + 3
+    assert model.num_calls == 1 + 1 + rows_tried_again
+
+
+@pytest.mark.parametrize("fault", ["raise", "hidden", "logits"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_fault_that_passes_fails_nobody(runner: Runner, loaded: Loaded, fault: str, num_rows: int) -> None:
+    histories = prompts(num_rows)
+    expected = [argmax(loaded, tokens) for tokens in histories]
+    install_all(runner, histories)
+    poison(runner, fault, poison=EVERY, times=1)
+    results = by_row(runner, plan(*(piece(index, 0, len(tokens)) for index, tokens in enumerate(histories))))
+    assert [results[index].token_ids for index in range(num_rows)] == [(token,) for token in expected]
+
+
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_model_that_computes_no_numbers_any_more_is_a_fault_of_the_device(runner: Runner, num_rows: int, sample: bool) -> None:
+    install_all(runner, [[5, 6], [7, 8], [8, 9]])
+    poison(runner, "hidden", poison=EVERY)
+    with pytest.raises(DeviceFault, match=r"^all rows came out as not a number$"):
+        runner.run(plan(*(piece(index, 0, 2, sample=sample) for index in range(num_rows))))
+
+
+def test_a_model_that_only_raises_any_more_is_a_fault_of_the_device(runner: Runner) -> None:
+    install_all(runner, [[5, 6]])
+    poison(runner, "raise", poison=EVERY)
+    with pytest.raises(DeviceFault, match=r"^nothing can be computed any more: RuntimeError: poison$"):
+        runner.run(plan(piece(0, 0, 2)))
+
+
+@pytest.mark.parametrize("fault", ["raise", "hidden", "logits"])
+def test_rows_that_all_have_faults_of_their_own_are_none_of_the_device(runner: Runner, fault: str) -> None:
+    install_all(runner, [[5, POISON], [POISON]])
+    poison(runner, fault)
+    before = runner.kv_cache.blocks.clone()
+    results = by_row(runner, plan(piece(0, 0, 2), piece(1, 0, 1)))
+    assert {result.outcome for result in results.values()} == {"failed"}
+    assert torch.equal(runner.kv_cache.blocks[8:], before[8:]), "the probe has blocks of its own"
 
 
 def test_input_out_of_range_fails_before_the_model_sees_it(runner: Runner) -> None:

@@ -399,3 +399,22 @@ def test_random_transfers_leave_what_a_plain_model_leaves(kind: str, seed: int) 
     assert reports == model.expected
     assert {True, False} == set(reports.values())
     swapper.close()
+
+
+# --- threads ---------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_ends_is_told_instead_of_copies_that_nobody_hears_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: object) -> None:
+        raise SystemExit("no more")
+
+    monkeypatch.setattr(bench.copier, "start", end)
+    bench.swapper.start([copy_out(1, 3, 5)], PLAN)
+    assert select.select([bench.swapper], [], [], DEADLINE_S)[0], "an idle worker was not woken"
+    with pytest.raises(RuntimeError, match="a thread that copies blocks has ended") as raised:
+        bench.swapper.take_done()
+    assert isinstance(raised.value.__cause__, SystemExit)
+    with pytest.raises(RuntimeError):  # the copy that it waits for will never be over
+        bench.swapper.start([copy_out(2, 3, 4, needed_by=PLAN)], PLAN)
+    with pytest.raises(RuntimeError):
+        bench.swapper.reset()
