@@ -1,8 +1,8 @@
 """The ASGI application: one request from its first header to its record.
 
-Every request gets an id and a record, is matched to an endpoint, must be allowed to call it, and is answered by it; what
-is refused or fails on the way becomes an error in OpenAI's shape. The order is fixed: who may not call learns nothing,
-not even which routes exist.
+Every request gets an id, a record and a load, is matched to an endpoint, must be allowed to call it, and is answered by it;
+what is refused or fails on the way becomes an error in OpenAI's shape. The order is fixed: who may not call learns nothing,
+not even which routes exist. Requests that come at once begin a few at a time; probes and scrapes go before them.
 This module must not know what endpoints do.
 """
 
@@ -21,17 +21,19 @@ from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
 from frontend import request_context
-from frontend.auth import Authenticator
 from frontend.endpoints import Endpoint
-from frontend.errors import ApiError, internal_error, method_not_allowed, route_not_found
+from frontend.errors import ApiError, internal_error, method_not_allowed, route_not_found, too_many_connections
 from frontend.generation import ClientGoneError
+from frontend.overload import Load, Pacer
 from frontend.request_context import RequestContext
-from frontend.request_metrics import CLIENT_CLOSED, RequestRecord
+from frontend.request_metrics import CLIENT_CLOSED, QUIET_ENDPOINTS, RequestRecord
 from frontend.services import Services
 from pagemill.telemetry import get_logger
 
 #: The key in a scope's `extensions` under which the HTTP server offers to drop the connection.
 ABORT_EXTENSION = "pagemill.abort"
+#: The key under which it says that it holds more connections than it should, of which this is one.
+SURPLUS_EXTENSION = "pagemill.surplus"
 UNMATCHED = "unmatched"
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -54,7 +56,7 @@ class Application:
 
     def __init__(self, services: Services, endpoints: Mapping[str, Endpoint]) -> None:
         self._services = services
-        self._auth = Authenticator(services.config.api_keys, services.config.admin_keys)
+        self._pacer = Pacer()
         self.routes = [_route(path, endpoint) for endpoint in endpoints.values() for path in endpoint.PATHS]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,9 +65,12 @@ class Application:
         route, params = self._match(scope["path"])
         pattern = UNMATCHED if route is None else route.pattern
         record = self._services.ledger.open(method=scope["method"], endpoint=pattern, request_id=secrets.token_hex(16))
+        load = self._services.overload.open()
         out = _Out(send, _client_id(scope) or record.request_id)
         try:
-            response = await self._respond({**scope, "path_params": params}, receive, record, route)
+            if pattern not in QUIET_ENDPOINTS:
+                await self._pacer.turn()
+            response = await self._respond({**scope, "path_params": params}, receive, record, load, route)
             await response(scope, receive, out)
         except ClientGoneError:
             pass
@@ -76,6 +81,7 @@ class Application:
             else:
                 raise  # the server cuts the connection: the client must not take half a reply for a whole one
         finally:
+            load.close()
             self._services.ledger.close(record, out.status or CLIENT_CLOSED)
 
     def _match(self, path: str) -> tuple[Route | None, dict[str, Any]]:
@@ -85,17 +91,19 @@ class Application:
                 return route, match.groupdict()
         return None, {}
 
-    async def _respond(self, scope: Scope, receive: Receive, record: RequestRecord, route: Route | None) -> Response:
+    async def _respond(self, scope: Scope, receive: Receive, record: RequestRecord, load: Load, route: Route | None) -> Response:
         """The endpoint's response, or the one that says why there is none. Raises ClientGoneError."""
         try:
-            key_id = self._auth.identify(scope)
+            if record.endpoint not in QUIET_ENDPOINTS and _extensions(scope).get(SURPLUS_EXTENSION, False):
+                raise too_many_connections()
+            key_id = self._services.authenticator.identify(scope)
             if route is None:
                 raise route_not_found()
             if scope["method"] == "OPTIONS":
                 return Response(status_code=204, headers={"Allow": _allowed(route)})
             if scope["method"] not in route.methods:
                 raise method_not_allowed(_allowed(route))
-            request_context.attach(scope, RequestContext(record, key_id, _connection_cutter(scope)))
+            request_context.attach(scope, RequestContext(record, load, key_id, _connection_cutter(scope)))
             return await route.endpoint.handle(Request(scope, receive), self._services)
         except ApiError as error:
             record.refuse(error.code)
@@ -143,5 +151,10 @@ def _client_id(scope: Scope) -> str | None:
 
 
 def _connection_cutter(scope: Scope) -> Callable[[], None]:
-    cut: Callable[[], None] = scope.get("extensions", {}).get(ABORT_EXTENSION, lambda: None)
+    cut: Callable[[], None] = _extensions(scope).get(ABORT_EXTENSION, lambda: None)
     return cut
+
+
+def _extensions(scope: Scope) -> Mapping[str, Any]:
+    """What the HTTP server offers beyond the protocol; nothing where it is another one."""
+    return scope.get("extensions") or {}

@@ -1,23 +1,25 @@
 """The frontend's side of the scheduler: hands sequences over, and brings each output to whoever waits for it.
 
-One channel to one scheduler. Outputs go to the sink that was registered with their sequence; outputs of an older epoch
-and of unknown sequences are dropped and counted. When the scheduler is gone every sink is told, once.
-Owns the routing table: a sequence is in it from `add` until its last output, its finish or its abort.
-This module must not know text, HTTP or what an output means.
+One channel to one scheduler at a time. A sequence is live from `add` until its last output, its finish or its abort, and
+outlives the scheduler it was given to: when that is lost its sink hears nothing and waits, and the next scheduler is sent
+everything that is live once more. Outputs of an older epoch and of unknown sequences are dropped and counted.
+Owns the table of live sequences. This module must not know text, HTTP or what an output means.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import zmq
 
-from frontend.errors import ApiError, scheduler_lost
+from frontend.errors import internal_error, queue_full, scheduler_silent
+from frontend.in_flight import LiveSequence, Sink
 from frontend.readiness import Readiness
 from pagemill.channels import Channel, ChannelError
+from pagemill.injection import reach
 from pagemill.messages import (
     AbortRequest,
     AddRequest,
@@ -30,7 +32,6 @@ from pagemill.messages import (
     FinishRequest,
     FrontendToScheduler,
     Hello,
-    Rejection,
     SchedulerReady,
     SchedulerToFrontend,
     SequenceKey,
@@ -45,20 +46,12 @@ log = get_logger("frontend.engine")
 Reply = TypeVar("Reply", DebugStateReply, DecisionsReply)
 
 
-class Sink(Protocol):
-    """What takes the outputs of a request's sequences. Called in the event loop; must not block or raise."""
-
-    def output(self, output: SequenceOutput) -> None: ...
-
-    def rejected(self, rejection: Rejection) -> None: ...
-
-    def failed(self, error: ApiError) -> None: ...
-
-
 class SchedulerObserver(Protocol):
     """Who else wants the scheduler's numbers."""
 
     def scheduler_ready(self, message: SchedulerReady) -> None: ...
+
+    def scheduler_lost(self) -> None: ...
 
     def snapshot(self, message: StatsSnapshot) -> None: ...
 
@@ -66,16 +59,21 @@ class SchedulerObserver(Protocol):
 class Engine:
     """One per frontend process; lives in its event loop."""
 
-    def __init__(self, hello: Hello, readiness: Readiness, observer: SchedulerObserver, on_ready: Callable[[], None] = lambda: None) -> None:
-        self.num_dropped = 0  #: outputs of an older epoch or of no sequence known here
+    def __init__(
+        self, hello: Hello, readiness: Readiness, observers: Sequence[SchedulerObserver], *, max_num_queued: int, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.max_num_queued = max_num_queued  #: sequences that may wait here while there is no scheduler
+        self.retry_after_s: Callable[[], int] = lambda: 1  #: when to come again for whoever finds that many waiting
         self._hello = hello
         self._readiness = readiness
-        self._observer = observer
+        self._observers = observers
         self._on_ready = on_ready
         self._epoch = -1
+        self._num_dropped = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel: Channel[FrontendToScheduler, SchedulerToFrontend] | None = None
-        self._sinks: dict[SequenceKey, Sink] = {}
+        self._met = False  #: the scheduler at the channel's other end has said that it is ready, and has been sent what is live
+        self._live: dict[SequenceKey, LiveSequence] = {}  #: in order of arrival
         self._requests = itertools.count(1)
         self._queries = itertools.count(1)
         self._replies: dict[int, asyncio.Future[DebugStateReply | DecisionsReply]] = {}  #: by query, while somebody waits
@@ -94,25 +92,51 @@ class Engine:
         self._channel = channel
 
     def disconnect(self) -> None:
-        """The scheduler is gone, or is to be forgotten: what it was to answer fails."""
+        """The scheduler is gone, or is to be forgotten. Sequences wait for the next one, queries fail."""
         if self._channel is None:
             return
         self._channel.detach(asyncio.get_running_loop())
         self._channel.close()
-        self._channel = None
-        self._readiness.scheduler_lost()
-        for sink in set(self._sinks.values()):
-            sink.failed(scheduler_lost())
-        self._sinks.clear()
-        self._idle.set()
+        self._num_dropped += self._channel.num_dropped
+        self._channel, self._met = None, False
+        self._readiness.peer_lost("scheduler")
+        for observer in self._observers:
+            observer.scheduler_lost()
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(scheduler_lost())
+                reply.set_exception(scheduler_silent())
 
     def close(self) -> None:
         """Ends the channel and its context; nothing can be sent afterwards."""
         self.disconnect()
         self._context.destroy(linger=0)
+
+    def _scheduler_ready(self, message: SchedulerReady) -> None:
+        if message.epoch < self._epoch:
+            self._num_dropped += 1
+            return
+        self._epoch = message.epoch
+        if not self._met:
+            self._met = True
+            self._resubmit()
+        self._readiness.scheduler_ready(message)
+        for observer in self._observers:
+            observer.scheduler_ready(message)
+        self._on_ready()
+
+    def _resubmit(self) -> None:
+        """Sends everything that is live to a scheduler that knows none of it. One that cannot be sent fails alone."""
+        if self._live:
+            log.info("sequences_resubmitted", sequences=len(self._live), epoch=self._epoch)
+        for sequence in list(self._live.values()):
+            if sequence.key not in self._live:
+                continue  # it ended with another one of its request
+            try:
+                reach("frontend.resubmit")
+                self._send_sequence(sequence, sequence.again())
+            except Exception:
+                log.exception("resubmission_failed", request_id=sequence.request.request_id)
+                sequence.sink.failed(internal_error())
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -123,33 +147,52 @@ class Engine:
     def key(self, request: int, choice: int) -> SequenceKey:
         return SequenceKey(frontend=self._hello.index, incarnation=self._hello.incarnation, request=request, choice=choice)
 
-    def add(self, sequences: Iterable[AddRequest], sink: Sink) -> None:
-        """Hands sequences to the scheduler. Raises ApiError (503) if it is gone."""
+    def add(self, requests: Iterable[AddRequest], sink: Sink) -> None:
+        """Hands sequences to the scheduler, or keeps them for the next one. Raises ApiError (429) if too many wait for it already."""
+        sequences = [LiveSequence(request, sink) for request in requests]
+        if not self._met and len(sequences) + self._num_kept() > self.max_num_queued:
+            raise queue_full(self.retry_after_s())
+        reach("frontend.submit")
         for sequence in sequences:
-            self._send(sequence)
-            self._sinks[sequence.key] = sink
+            self._live[sequence.key] = sequence
             self._idle.clear()
+        if self._met:
+            for sequence in sequences:
+                self._send_sequence(sequence, sequence.request)
+            reach("frontend.submitted")
 
     def finish(self, key: SequenceKey, reason: FinishReason, keep: int) -> None:
         """The frontend found the end of a sequence after `keep` output tokens. Nothing happens if it has ended."""
-        if self._forget(key):
-            self._try_send(FinishRequest(key=key, reason=reason, keep=keep))
+        if key in self._live:
+            reach("frontend.finish")
+            self._forget(key)
+            self._send(FinishRequest(key=key, reason=reason, keep=keep))
 
     def abort(self, keys: Iterable[SequenceKey]) -> None:
         """Nobody wants these sequences any more. Those that have ended are passed over."""
         for key in keys:
-            if self._forget(key):
-                self._try_send(AbortRequest(key=key))
+            if self._forget(key) is None:
+                continue
+            try:
+                reach("frontend.abort")
+            except Exception:  # this is where clean-up ends: the scheduler must hear of it whatever goes wrong
+                log.exception("abort_disturbed", request=key.request)
+            self._send(AbortRequest(key=key))
 
     def end_all(self) -> None:
-        """Aborts every sequence and tells its sink that the scheduler ended it."""
-        for key, sink in list(self._sinks.items()):
-            self.abort([key])
-            sink.output(_aborted(key))
+        """Aborts every sequence and tells its sink that the server ended it."""
+        for sequence in list(self._live.values()):
+            self.abort([sequence.key])
+            sequence.sink.output(sequence.aborted())
 
     @property
     def num_sequences(self) -> int:
-        return len(self._sinks)
+        return len(self._live)
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages of an older epoch, of no sequence known here, or that do not decode."""
+        return self._num_dropped + (self._channel.num_dropped if self._channel is not None else 0)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no sequence is left; False if time ran out before."""
@@ -173,52 +216,54 @@ class Engine:
         future: asyncio.Future[DebugStateReply | DecisionsReply] = asyncio.get_running_loop().create_future()
         self._replies[query.query] = future
         try:
-            self._send(query)
+            if not self._send(query):
+                raise scheduler_silent()
             reply = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            raise scheduler_lost() from None
+            raise scheduler_silent() from None
         finally:
             del self._replies[query.query]
-        assert isinstance(reply, kind)
+        if not isinstance(reply, kind):
+            raise scheduler_silent()
         return reply
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def _send(self, message: FrontendToScheduler) -> None:
-        if self._channel is None:
-            raise scheduler_lost()
+    def _send(self, message: FrontendToScheduler) -> bool:
+        """False if there is no scheduler that knows our sequences; what is live is sent to the next one, what has ended need not be."""
+        if self._channel is None or not self._met:
+            return False
         try:
             self._channel.send(message)
         except ChannelError as error:
             log.error("scheduler_stuck", error=str(error))
             self.disconnect()
-            raise scheduler_lost() from error
+            return False
+        return True
 
-    def _try_send(self, message: FrontendToScheduler) -> None:
-        """For what needs no reply: if the scheduler is gone, so is the sequence."""
-        try:
-            self._send(message)
-        except ApiError:
-            pass
+    def _send_sequence(self, sequence: LiveSequence, request: AddRequest) -> None:
+        if self._send(request):
+            sequence.sent = True
 
-    def _forget(self, key: SequenceKey) -> bool:
-        known = self._sinks.pop(key, None) is not None
-        if not self._sinks:
+    def _num_kept(self) -> int:
+        return sum(not sequence.sent for sequence in self._live.values())
+
+    def _forget(self, key: SequenceKey) -> LiveSequence | None:
+        sequence = self._live.pop(key, None)
+        if not self._live:
             self._idle.set()
-        return known
+        return sequence
 
     def _receive(self, message: SchedulerToFrontend) -> None:
         match message:
             case StepOutput():
                 self._step_output(message)
             case SchedulerReady():
-                self._epoch = message.epoch
-                self._readiness.scheduler_ready(message)
-                self._observer.scheduler_ready(message)
-                self._on_ready()
+                self._scheduler_ready(message)
             case StatsSnapshot():
                 self._readiness.note_snapshot(message)
-                self._observer.snapshot(message)
+                for observer in self._observers:
+                    observer.snapshot(message)
             case DebugStateReply() | DecisionsReply():
                 reply = self._replies.get(message.query)
                 if reply is not None and not reply.done():
@@ -226,35 +271,34 @@ class Engine:
 
     def _step_output(self, message: StepOutput) -> None:
         if message.epoch < self._epoch:
-            self.num_dropped += len(message.outputs) + len(message.rejections)
+            self._num_dropped += len(message.outputs) + len(message.rejections)
             return
+        self._epoch = message.epoch
         for output in message.outputs:
-            sink = self._sinks.get(output.key)
-            if sink is None:
-                self.num_dropped += 1
-                continue
-            if output.finish_reason is not None:
-                self._forget(output.key)
-            sink.output(output)
+            sequence = self._live.get(output.key)
+            if sequence is None:
+                self._num_dropped += 1
+            else:
+                self._deliver(sequence, output)
         for rejection in message.rejections:
-            sink = self._sinks.get(rejection.key)
-            if sink is None or not self._forget(rejection.key):
-                self.num_dropped += 1
-                continue
-            sink.rejected(rejection)
+            sequence = self._forget(rejection.key)
+            if sequence is None:
+                self._num_dropped += 1
+            else:
+                sequence.sink.rejected(rejection)
 
-
-def _aborted(key: SequenceKey) -> SequenceOutput:
-    """A last output that carries nothing but the end. `first_index` is set so that it never looks like a gap."""
-    return SequenceOutput(
-        key=key,
-        first_index=0,
-        token_ids=(),
-        logprobs=(),
-        finish_reason="abort",
-        stop_token_id=-1,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        queue_s=0.0,
-        error="",
-    )
+    def _deliver(self, sequence: LiveSequence, output: SequenceOutput) -> None:
+        """Whatever goes wrong with one output is its own request's misfortune."""
+        try:
+            reach("frontend.output", output.token_ids)
+            fresh = sequence.take(output)
+            if fresh is None:
+                log.error("output_gap", request_id=sequence.request.request_id, received=output.first_index)
+                sequence.sink.failed(internal_error())
+                return
+            if fresh.finish_reason is not None:
+                self._forget(output.key)
+            sequence.sink.output(fresh)
+        except Exception:
+            log.exception("output_failed", request_id=sequence.request.request_id)
+            sequence.sink.failed(internal_error())

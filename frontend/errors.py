@@ -18,6 +18,9 @@ from pagemill.messages import Rejection
 MAX_MESSAGE_BYTES = 1024
 MAX_PARAM_CHARACTERS = 128
 
+#: For what has failed once and would fail again: clients retry a 500 unless they are asked not to.
+_NO_RETRY = {"x-should-retry": "false"}
+
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 
 
@@ -51,6 +54,8 @@ class ApiError(Exception):
 
 def _cut(message: str) -> str:
     """On one line, and short; JSON's escapes can at most double what is left."""
+    if len(message) <= MAX_MESSAGE_BYTES and message.isascii() and message.isprintable():
+        return message  # nearly all, and there may be thousands a second
     printable = "".join(character if character.isprintable() else " " for character in message[:MAX_MESSAGE_BYTES])
     return printable.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
 
@@ -129,27 +134,53 @@ def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
     return ApiError(503, "unavailable", message, headers={"Retry-After": str(retry_after_s)})
 
 
-def queue_full() -> ApiError:
-    return ApiError(429, "rate_limit_exceeded", "Too many requests are waiting.", headers={"Retry-After": "1"})
+def shutting_down() -> ApiError:
+    """The connection is closed as well: whatever comes next must find another server."""
+    return ApiError(503, "unavailable", "The server is shutting down.", headers={"Retry-After": "1", "Connection": "close"})
+
+
+def scheduler_silent() -> ApiError:
+    return unavailable("The scheduler does not answer.")
+
+
+def queue_full(retry_after_s: int = 1) -> ApiError:
+    return ApiError(429, "rate_limit_exceeded", "Too many requests are waiting.", headers={"Retry-After": str(retry_after_s)})
+
+
+def bodies_full(retry_after_s: int) -> ApiError:
+    return ApiError(429, "rate_limit_exceeded", "Too many large request bodies are being read.", headers={"Retry-After": str(retry_after_s)})
+
+
+def too_many_connections() -> ApiError:
+    return ApiError(503, "unavailable", "The server has too many open connections.", headers={"Retry-After": "1", "Connection": "close"})
+
+
+def queue_timeout(max_queue_ms: int, retry_after_s: int = 1) -> ApiError:
+    message = f"The request waited longer than the limit of {max_queue_ms / 1000:g} s."
+    return ApiError(429, "queue_timeout", message, headers={"Retry-After": str(retry_after_s)})
 
 
 def internal_error() -> ApiError:
-    return ApiError(500, "internal_error", "The server failed on this request.", headers={"x-should-retry": "false"})
+    return ApiError(500, "internal_error", "The server failed on this request.", headers=_NO_RETRY)
 
 
-def generation_failed() -> ApiError:
-    return ApiError(500, "generation_failed", "The model failed on this request.", headers={"x-should-retry": "false"})
-
-
-def scheduler_lost() -> ApiError:
-    return ApiError(503, "unavailable", "The scheduler is gone; the request was not finished.", headers={"Retry-After": "1"})
+def sequence_failed(error: str) -> ApiError:
+    """Why a sequence ended with an error; `error` is the scheduler's or the worker's word for it, which no client sees."""
+    match error:
+        case "killed_worker":
+            message = "The model process died whenever it computed this request, even alone; it is not tried again."
+            return ApiError(500, "request_failed", message, headers=_NO_RETRY)
+        case "core_failed":
+            return internal_error()
+        case _:
+            return ApiError(500, "generation_failed", "The model failed on this request.", headers=_NO_RETRY)
 
 
 def too_slow_reader() -> ApiError:
     return ApiError(503, "too_slow", "The client did not read its stream; the request was aborted.")
 
 
-def rejected(rejection: Rejection) -> ApiError:
+def rejected(rejection: Rejection, retry_after_s: int = 1) -> ApiError:
     """Why the scheduler will not run a sequence."""
     match rejection.reason:
         case "exceeds_model_length":
@@ -157,7 +188,11 @@ def rejected(rejection: Rejection) -> ApiError:
         case "exceeds_kv_cache":
             message = f"The request needs room for {rejection.required} tokens, but the KV cache holds {rejection.available}."
             return ApiError(400, "context_length_exceeded", message)
-        case "queue_full":
-            return queue_full()
-        case _:
+        case "queue_full" | "queue_tokens":
+            return queue_full(retry_after_s)
+        case "queue_timeout":
+            return queue_timeout(rejection.available, retry_after_s)
+        case "draining":
+            return shutting_down()
+        case "invalid":
             return invalid_value(None, "The scheduler refused this request.")

@@ -1,8 +1,9 @@
 """A request that is being generated: the one source of deltas for streamed and buffered replies alike.
 
 A `Generation` is the sink of all sequences of one request. Outputs queue up per sequence until the reply's writer takes
-them; a writer that never comes (a client that does not read) makes its own request end, never memory grow. Whoever
-starts a generation closes it: what still runs is then aborted. One reader at a time.
+them; a writer that never comes (a client that does not read) makes its own request end, never memory grow. While a
+process restarts no outputs come, and a reader sees a pause. Whoever starts a generation closes it: what still runs is
+then aborted. One reader at a time.
 This module must not know HTTP or the shape of replies.
 """
 
@@ -14,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 from frontend.choice import Choice, Delta
 from frontend.engine import Engine
-from frontend.errors import ApiError, generation_failed, internal_error, rejected, too_slow_reader
+from frontend.errors import ApiError, rejected, sequence_failed, too_slow_reader
+from frontend.overload import Load
 from frontend.request_metrics import RequestRecord
 from pagemill.messages import AddRequest, Rejection, SequenceKey, SequenceOutput
 from pagemill.telemetry import get_logger
@@ -31,14 +33,14 @@ class ClientGoneError(Exception):
 
 
 class _Inbox:
-    """Outputs of one sequence that wait for the reader, and how far they go."""
+    """Outputs of one sequence that wait for the reader."""
 
-    __slots__ = ("num_bytes", "num_received", "outputs")
+    __slots__ = ("num_bytes", "outputs", "started")
 
     def __init__(self) -> None:
         self.outputs: deque[SequenceOutput] = deque()
         self.num_bytes = 0
-        self.num_received = 0  #: output tokens, taken ones included
+        self.started = False  #: its first output has arrived
 
     @property
     def overflows(self) -> bool:
@@ -48,12 +50,15 @@ class _Inbox:
 class Generation:
     """All choices of all prompts of one request, in one queue of events. `choices[i]` belongs to the sequence of choice i."""
 
-    def __init__(self, engine: Engine, record: RequestRecord, choices: Sequence[Choice], num_prompt_tokens: int, n: int, *, log_texts: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, record: RequestRecord, load: Load, choices: Sequence[Choice], num_prompt_tokens: int, n: int, *, log_texts: bool = False
+    ) -> None:
         self.record = record
         self.choices = choices
         self.num_prompt_tokens = num_prompt_tokens  #: of all prompts, each counted once
         self.on_overflow: Callable[[], None] = lambda: None  #: called when the reader is too slow; set by who can cut the connection
         self._engine = engine
+        self._load = load
         self._n = n
         self._keys: tuple[SequenceKey, ...] = ()
         self._inboxes = [_Inbox() for _ in choices]
@@ -64,9 +69,14 @@ class Generation:
         self._texts: list[list[str]] | None = [[] for _ in choices] if log_texts else None
 
     def start(self, sequences: Sequence[AddRequest]) -> None:
-        """Hands the sequences to the scheduler. Raises ApiError if there is none."""
+        """Hands the sequences over. Raises ApiError if they are refused; whatever it raises, none of them is left behind."""
         self._keys = tuple(sequence.key for sequence in sequences)
-        self._engine.add(sequences, self)
+        try:
+            self._engine.add(sequences, self)
+        except BaseException:
+            self.close()
+            raise
+        self._load.submitted(len(sequences))
 
     def close(self) -> None:
         """Ends what still runs. May be called at any time and more than once."""
@@ -132,21 +142,17 @@ class Generation:
 
     def output(self, output: SequenceOutput) -> None:
         inbox = self._inboxes[output.key.choice]
-        fresh = _without_known(output, inbox.num_received)
-        if fresh is None:
-            log.error("output_gap", request_id=self.record.request_id, expected=inbox.num_received, received=output.first_index)
-            self._fail(internal_error())
+        if not inbox.started:
+            inbox.started = True
+            self._load.started()
+        self.record.observe(output.key.choice, output)
+        if output.finish_reason == "error":
+            log.error("sequence_failed", request_id=self.record.request_id, error=output.error)
+            self._fail(sequence_failed(output.error))
             return
-        if fresh.finish_reason == "error":
-            log.error("sequence_failed", request_id=self.record.request_id, error=fresh.error)
-            self.record.observe(output.key.choice, fresh)
-            self._fail(generation_failed())
-            return
-        self.record.observe(output.key.choice, fresh)
-        inbox.num_received += len(fresh.token_ids)
-        self._cached[output.key.choice] = max(self._cached[output.key.choice], fresh.num_cached_tokens)
-        inbox.outputs.append(fresh)
-        inbox.num_bytes += _size(fresh)
+        self._cached[output.key.choice] = max(self._cached[output.key.choice], output.num_cached_tokens)
+        inbox.outputs.append(output)
+        inbox.num_bytes += _size(output)
         self._event.set()
         if inbox.overflows and not self._overflow_check_due:
             # A burst that arrived at once is no fault of the reader, which could not run meanwhile: it goes first.
@@ -154,7 +160,8 @@ class Generation:
             asyncio.get_running_loop().call_soon(self._check_overflow)
 
     def rejected(self, rejection: Rejection) -> None:
-        self._fail(rejected(rejection))
+        self._load.started()
+        self._fail(rejected(rejection, self._engine.retry_after_s()))
 
     def failed(self, error: ApiError) -> None:
         self._fail(error)
@@ -174,27 +181,6 @@ class Generation:
         self._error = self._error or error
         self._event.set()
         self.close()
-
-
-def _without_known(output: SequenceOutput, num_received: int) -> SequenceOutput | None:
-    """`output` less the tokens that were received before; None if some in between are missing."""
-    num_known = num_received - output.first_index
-    if num_known == 0 or not output.token_ids:
-        return output
-    if num_known < 0:
-        return None
-    return SequenceOutput(
-        key=output.key,
-        first_index=num_received,
-        token_ids=output.token_ids[num_known:],
-        logprobs=output.logprobs[num_known:],
-        finish_reason=output.finish_reason,
-        stop_token_id=output.stop_token_id,
-        num_cached_tokens=output.num_cached_tokens,
-        num_preemptions=output.num_preemptions,
-        queue_s=output.queue_s,
-        error=output.error,
-    )
 
 
 def _size(output: SequenceOutput) -> int:

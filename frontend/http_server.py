@@ -1,9 +1,10 @@
 """The HTTP server: uvicorn with httptools on an inherited listening socket, and the guards that it lacks.
 
-Guards: header lines, their size and the time they take are bounded, and so is the time in which a client takes or sends
-nothing at all; a malformed request is answered in the API's error shape; a client that leaves is noticed whatever it sent
-ahead; an offer to upgrade is passed over; the application can drop a connection whose client does not read
-(`ABORT_EXTENSION`). Signals are left to the launcher, proxies' headers are not believed.
+Guards: connections are bounded in number; header lines, their size and the time they take are bounded, and so is the time
+in which a client takes or sends nothing at all; a malformed request is answered in the API's error shape; a client that
+leaves is noticed whatever it sent ahead; an offer to upgrade is passed over; the application can drop a connection whose
+client does not read (`ABORT_EXTENSION`), and knows which is one too many (`SURPLUS_EXTENSION`). Signals are left to the
+launcher, proxies' headers are not believed.
 This module must not know what is served.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import httptools
 import uvicorn
@@ -19,12 +22,15 @@ from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from frontend.app import ABORT_EXTENSION
-from frontend.errors import ApiError
+from frontend.app import ABORT_EXTENSION, SURPLUS_EXTENSION
+from frontend.connection_limit import ConnectionLimit
+from frontend.errors import ApiError, too_many_connections
 
 MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADER_LINES = 100
 HEADER_TIMEOUT_S = 30.0
+#: A connection that is one too many has little time to say what it wants.
+SURPLUS_TIMEOUT_S = 2.0
 KEEP_ALIVE_TIMEOUT_S = 30
 #: A client that takes none of what waits for it is given up after this time.
 WRITE_TIMEOUT_S = 60.0
@@ -41,11 +47,12 @@ _TOO_LARGE = ApiError(431, "headers_too_large", f"The request has more than {MAX
 class HttpServer(uvicorn.Server):
     """Serves until `should_exit` is set."""
 
-    def __init__(self, application: ASGIApp) -> None:
+    def __init__(self, application: ASGIApp, max_connections: int) -> None:
+        self.limit = ConnectionLimit(max_connections)
         super().__init__(
             uvicorn.Config(
                 application,
-                http=GuardedProtocol,
+                http=functools.partial(GuardedProtocol, self.limit),  # type: ignore[arg-type]  # it is only called
                 loop="none",
                 ws="none",
                 lifespan="off",
@@ -74,6 +81,7 @@ class TooManyPipelinedError(Exception):
 class GuardedProtocol(HttpToolsProtocol):
     """One connection."""
 
+    _is_surplus = False
     _num_header_bytes = 0
     _num_header_lines = 0
     _reading_headers = True
@@ -84,10 +92,20 @@ class GuardedProtocol(HttpToolsProtocol):
     _idle: _Watchdog  #: of the time without a request
     _unread: _Watchdog  #: of the time in which the client takes nothing
 
+    def __init__(self, limit: ConnectionLimit, **of_the_server: Any) -> None:
+        super().__init__(**of_the_server)
+        self._limit = limit
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._idle, self._unread = _Watchdog(transport), _Watchdog(transport)
-        self._idle.arm(HEADER_TIMEOUT_S)
+        place = self._limit.place(len(self.connections))
+        self._is_surplus = place == "surplus"
+        if place == "beyond":
+            self._write_error(too_many_connections())
+            self.transport.close()
+        else:
+            self._idle.arm(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.disarm()
@@ -158,8 +176,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._num_header_bytes = self._num_header_lines = 0
         self._reading_headers = True
-        self._idle.arm(HEADER_TIMEOUT_S)
-        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+        self._idle.arm(self._header_timeout_s)
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort, SURPLUS_EXTENSION: self._is_surplus}  # type: ignore[dict-item]
 
     def on_url(self, url: bytes) -> None:
         if not self._replaying:
@@ -192,6 +210,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- writing ------------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        cycle.keep_alive = cycle.keep_alive and not self._is_surplus
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
@@ -214,10 +233,18 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Written only where no other response is being written."""
         if self._running is None or self._running.response_complete or not self._running.response_started:
-            error = _TOO_LARGE if self._headers_too_large else _MALFORMED
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(error.body)
-            self.transport.write(STATUS_LINE[error.status] + head + error.body)
+            self._write_error(_TOO_LARGE if self._headers_too_large else _MALFORMED)
         self.transport.close()
+
+    def _write_error(self, error: ApiError) -> None:
+        """An answer to what never became a request."""
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(error.body)), **error.headers, "Connection": "close"}
+        head = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + error.body)
+
+    @property
+    def _header_timeout_s(self) -> float:
+        return SURPLUS_TIMEOUT_S if self._is_surplus else HEADER_TIMEOUT_S
 
 
 class _Watchdog:

@@ -1,27 +1,30 @@
 """Everything that /metrics shows, in a registry of its own: request metrics, the scheduler's, build information.
 
 It observes finished request records (`request_metrics`), passes snapshots on to `scheduler_metrics`, and
-adds aliases (`vllm_metrics`) if asked to. Labels are bounded: routes, status codes, fixed catalogues.
-Conservation holds at every scrape: received = finished + refused + in flight, by endpoint.
+adds aliases (`vllm_metrics`) if asked to. Labels are bounded: routes, status codes, fixed catalogues. Where there are
+several frontends, what each counts by itself carries the label `frontend`, and all of them are shown (`metrics_exchange`).
+Conservation holds at every scrape: received = finished + refused + in flight, by endpoint and frontend.
 It must not know HTTP beyond the two strings of content negotiation, and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from frontend.histogram import Histogram
+from frontend.metrics_exchange import labelled, merged
 from frontend.request_metrics import RequestRecord
 from frontend.scheduler_metrics import SchedulerMetrics
 from frontend.vllm_metrics import aliases
 from pagemill import PROTOCOL_VERSION, __version__
 from pagemill.config import MetricsCompat
-from pagemill.messages import SchedulerReady, StatsSnapshot
+from pagemill.messages import FinishReason, ProcessKind, SchedulerReady, StatsSnapshot
 
 #: Bounds that others' dashboards expect, and finer ones below: small models answer within a millisecond.
 _FIRST_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -34,17 +37,38 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_0
 _FEW = (0, 1, 2, 5, 10, 20, 50, 100)
 
 
-class FrontendMetrics:
-    """One per frontend process. A `RequestObserver`, and the receiver of the scheduler's numbers."""
+class EngineNumbers(Protocol):
+    """What is read off the engine at each scrape."""
 
-    def __init__(self, model_name: str, compat: MetricsCompat) -> None:
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def num_dropped(self) -> int: ...
+
+
+class FrontendMetrics:
+    """One per frontend process. A `RequestObserver` and a `SchedulerObserver`. `frontend` names it where there are several."""
+
+    def __init__(self, model_name: str, compat: MetricsCompat, frontend: str | None = None) -> None:
         self._model_name = model_name
         self._compat = compat
+        self._frontend = frontend
+        self._others: Sequence[Iterable[Metric]] = ()  #: families of the other frontends, during a scrape
+        self._process = ProcessCollector(registry=None)
         self._requests = _RequestMetrics()
         self._scheduler = SchedulerMetrics()
+        self._restarts = Counter("pagemill_restarts", "Processes that ended while serving and were replaced.", ("process",), registry=None)
+        for kind in get_args(ProcessKind):
+            self._restarts.labels(kind)
+        self._engine: EngineNumbers | None = None
         self._registry = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._registry)
         self._registry.register(self)
+
+    def watch(self, engine: EngineNumbers) -> None:
+        self._engine = engine
+
+    def peer_lost(self, kind: ProcessKind) -> None:
+        self._restarts.labels(kind).inc()
 
     def request_received(self, record: RequestRecord) -> None:
         self._requests.received.labels(record.endpoint).inc()
@@ -57,6 +81,9 @@ class FrontendMetrics:
     def scheduler_ready(self, message: SchedulerReady) -> None:
         self._scheduler.ready(message)
 
+    def scheduler_lost(self) -> None:
+        self._scheduler.lost()
+
     def snapshot(self, message: StatsSnapshot) -> None:
         self._scheduler.update(message)
 
@@ -67,18 +94,39 @@ class FrontendMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for every scrape."""
-        native = [self._build_info(), *self._requests.collect(), *self._scheduler.collect()]
+        native = [self._build_info(), *merged(self.own(), self._others), *self._scheduler.collect()]
         yield from native
         if self._compat == "vllm":
             yield from aliases(native, self._model_name)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
+    def own(self) -> list[Metric]:
+        """What this process counts by itself, and what it has seen of others that any frontend sees."""
+        families = [*self._process.collect(), *self._requests.collect(), *self._engine_families()]
+        if self._frontend is not None:
+            families = [labelled(family, self._frontend) for family in families]
+        return [*families, *map(_without_created, self._restarts.collect())]
+
+    def render(self, accept: str = "", others: Sequence[Iterable[Metric]] = ()) -> tuple[bytes, str]:
         """Body and content type: the Prometheus text format, or OpenMetrics if the scraper accepts that."""
+        self._others = others
+        try:
+            return self._render(accept)
+        finally:
+            self._others = ()
+
+    def _render(self, accept: str) -> tuple[bytes, str]:
         if "application/openmetrics-text" not in accept:
             return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
         # The library's default escaping turns the colon of `vllm:` in samples (not in headers) into an underscore.
         body: bytes = openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
         return body, openmetrics.CONTENT_TYPE_LATEST
+
+    def _engine_families(self) -> Iterator[Metric]:
+        if self._engine is not None:
+            help_text = "Sequences that clients of this frontend wait for, with a scheduler or without."
+            yield GaugeMetricFamily("pagemill_frontend_sequences", help_text, self._engine.num_sequences)
+            help_text = "Messages dropped by this frontend: of an older epoch, of no sequence known here, or malformed."
+            yield CounterMetricFamily("pagemill_frontend_dropped_messages", help_text, self._engine.num_dropped)
 
     def _build_info(self) -> Metric:
         family = GaugeMetricFamily("pagemill_build_info", "What is running, as labels; always 1.", labels=["version", "protocol", "model"])
@@ -95,12 +143,12 @@ class _RequestMetrics:
         self.in_flight = Gauge("pagemill_requests_in_flight", "HTTP requests whose response has not ended.", ("endpoint",), registry=None)
         self.finished = Counter("pagemill_requests_finished", "HTTP requests whose response has ended, by how.", outcome, registry=None)
         self.refused = Counter("pagemill_requests_refused", "HTTP requests that were turned away, by why.", outcome, registry=None)
-        self.sequences = Counter("pagemill_sequences_finished", "Sequences that ended: one for each choice of each prompt.", ("reason",), registry=None)
+        self.choices = Counter("pagemill_choices_finished", "Choices of replies that ended: one for each sequence of a request.", ("reason",), registry=None)
         self.prompt_tokens = Counter("pagemill_prompt_tokens", "Prompt tokens of ended requests, by where their KV came from.", ("source",), registry=None)
         self.generation_tokens = Counter("pagemill_generation_tokens", "Output tokens of ended requests.", registry=None)
         self.unknown_fields = Counter("pagemill_unknown_request_fields", "Fields in requests that nobody knows; their names are in the log.", registry=None)
-        for reason in ("stop", "length", "abort", "error"):
-            self.sequences.labels(reason)  # counters exist from the start, so that a first increase is seen
+        for reason in get_args(FinishReason):
+            self.choices.labels(reason)  # counters exist from the start, so that a first increase is seen
         for source in ("computed", "cached"):
             self.prompt_tokens.labels(source)
 
@@ -150,7 +198,7 @@ class _RequestMetrics:
             self.inference.observe(record.prefill_s + record.decode_s)
         unfinished = record.n * record.num_prompts - len(record.finish_reasons)
         for reason in [*record.finish_reasons, *["abort"] * unfinished]:
-            self.sequences.labels(reason).inc()
+            self.choices.labels(reason).inc()
         for times in record.choices.values():
             self.itl.observe_all(times.gaps)
             self.tpot.observe(times.tpot_s)

@@ -14,12 +14,13 @@ import msgspec
 # --- requests --------------------------------------------------------------------------------------------
 
 
-class ContentPart(msgspec.Struct):
+# A body may have 100,000 of each of the first two; the garbage collector need not look at them, for they hold nothing that could hold them.
+class ContentPart(msgspec.Struct, gc=False):
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct):
+class ChatMessage(msgspec.Struct, gc=False):
     """`tool_calls` and the like are here to be refused by name."""
 
     role: str

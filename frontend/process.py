@@ -1,25 +1,29 @@
 """The frontend process: one event loop with the HTTP server, the engine and the launcher's control socket.
 
 It serves from the first moment, though with 503 until the tokenizer is loaded and the scheduler is ready; then it says
-`Ready`. `Drain` ends it: new requests are refused, running ones may finish in the time given, the rest get their last
-chunk. This module must not know what requests are.
+`Ready`. Other processes come and go while it serves. `Drain` ends it: new requests are refused, running ones may finish in
+the time given, the rest get their last chunk. This module must not know what requests are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import uvloop
 
 from frontend.app import Application
+from frontend.connection_limit import raise_descriptor_limit
 from frontend.endpoints import discover
 from frontend.engine import Engine
 from frontend.http_server import HttpServer
 from frontend.metrics import FrontendMetrics
+from frontend.metrics_exchange import MetricsExchange
+from frontend.overload import Overload
 from frontend.readiness import Readiness
 from frontend.request_metrics import RequestLedger
 from frontend.services import Services
@@ -27,16 +31,22 @@ from frontend.token_bytes import UnsupportedTokenizerError
 from frontend.tokenizer import Tokenizer
 from pagemill.child import Child
 from pagemill.config import FrontendConfig
-from pagemill.messages import Drain, PeerLost, PeerUp, Progress, Ready, Start
+from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerUp, Progress, Reload, Start
 from pagemill.telemetry import get_logger
 
 log = get_logger("frontend.process")
+
+#: How often the event loop shows the launcher that it turns.
+_ALIVE_S = 0.5
+#: A frontend that replaces another begins to listen when it is ready, or after this time.
+_TAKE_OVER_S = 2.0
 
 
 def run(child: Child[FrontendConfig]) -> None:
     """Returns when the process has drained or the launcher is gone."""
     # Requests are tokenized side by side, each on one core: the library's own threads would fight over the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(FrontendProcess(child).serve())
 
@@ -48,11 +58,20 @@ class FrontendProcess:
         config = child.config
         self._child = child
         self._readiness = Readiness()
-        metrics = FrontendMetrics(config.model_names[0], config.metrics_compat)
-        self._engine = Engine(child.hello(), self._readiness, metrics, on_ready=self._say_ready)
-        self._services = Services(config, self._readiness, self._engine, RequestLedger(metrics), metrics)
-        self._server = HttpServer(Application(self._services, discover()))
+        index = child.start.index
+        self._metrics = FrontendMetrics(config.model_names[0], config.metrics_compat, str(index) if config.num_frontends > 1 else None)
+        self._exchange = MetricsExchange(index, config.num_frontends, self._metrics.own)
+        overload = Overload(config.max_num_queued)
+        self._engine = Engine(
+            child.hello(), self._readiness, (self._metrics, overload), max_num_queued=config.max_num_queued, on_ready=lambda: self._or_end(self._say_ready)
+        )
+        self._engine.retry_after_s = overload.retry_after_s
+        self._metrics.watch(self._engine)
+        ledger = RequestLedger(self._metrics)
+        self._services = Services(config, self._readiness, self._engine, ledger, self._metrics, self._exchange, overload)
+        self._server = HttpServer(Application(self._services, discover()), config.max_connections)
         self._said_ready = False
+        self._is_ready = asyncio.Event()
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -60,17 +79,27 @@ class FrontendProcess:
         control = self._child.control
         control.socket.setblocking(False)
         loop = asyncio.get_running_loop()
-        loop.add_reader(control.fileno(), self._read_control)
+        loop.add_reader(control.fileno(), self._or_end, self._read_control)
         self._spawn(self._load_tokenizer())
+        self._spawn(self._say_alive())
+        if self._child.start.incarnation:
+            await self._wait_until_ready()
         try:
             await self._server.serve(sockets=[socket.socket(fileno=self._child.start.listen_fd)])
         finally:
             loop.remove_reader(control.fileno())
             self._engine.close()
+            self._exchange.close()
             if self._services.text is not None:
                 self._services.text.submitter.close()
         if self._failure is not None:
             raise self._failure
+
+    async def _wait_until_ready(self) -> None:
+        """One that takes the place of another leaves connections to its siblings, or in the kernel's queue, until it can serve them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TAKE_OVER_S):
+                await self._is_ready.wait()
 
     async def _load_tokenizer(self) -> None:
         try:
@@ -80,34 +109,62 @@ class FrontendProcess:
         self._services.load_text(tokenizer)
         self._say_ready()
 
+    async def _say_alive(self) -> None:
+        while True:
+            self._child.alive()
+            await asyncio.sleep(_ALIVE_S)
+
     def _say_ready(self) -> None:
         if self._readiness.state != "ready" or self._said_ready:
             return
         self._said_ready = True
+        self._is_ready.set()
         geometry = self._readiness.require()
-        self._child.control.send(Ready(detail=f"serving {self._child.config.model_names[0]}, up to {geometry.max_model_len} tokens"))
+        self._child.say_ready(f"serving {self._child.config.model_names[0]}, up to {geometry.max_model_len} tokens")
 
     def _read_control(self) -> None:
-        while True:
-            try:
-                message = self._child.control.receive()
-            except BlockingIOError:
-                return
-            match message:
-                case None:
-                    self._server.should_exit = self._server.force_exit = True
-                    asyncio.get_running_loop().remove_reader(self._child.control.fileno())
-                    return
-                case PeerUp(kind="scheduler"):
-                    self._engine.connect(message.address)
-                case PeerLost(kind="scheduler"):
-                    self._engine.disconnect()
-                case Progress():
-                    self._readiness.note_progress(message)
-                case Drain():
-                    self._spawn(self._drain(message.timeout_s))
-                case PeerUp() | PeerLost() | Start():
-                    pass
+        try:
+            while (message := self._child.receive()) is not None:
+                self._obey(message)
+        except BlockingIOError:
+            return
+        self._stop_at_once()
+
+    def _or_end(self, work: Callable[[], None]) -> None:
+        """For what the launcher relies on: a process that goes on without it could not be reached, or would never count as ready."""
+        try:
+            work()
+        except Exception as error:
+            self._failure = error
+            self._stop_at_once()
+
+    def _obey(self, message: LauncherToChild) -> None:
+        match message:
+            case PeerUp(kind="scheduler"):
+                self._engine.connect(message.address)
+                self._spawn(self._exchange.open(Path(message.address.removeprefix("ipc://")).parent))
+            case PeerLost():
+                self._peer_lost(message)
+            case Progress():
+                self._readiness.note_progress(message)
+            case Reload():
+                self._services.take_over(self._child.apply_reload(message))
+                self._server.limit.maximum = self._services.config.max_connections
+                log.info("reloaded")
+            case Drain():
+                self._spawn(self._drain(message.timeout_s))
+            case PeerUp() | Start():
+                pass
+
+    def _peer_lost(self, message: PeerLost) -> None:
+        self._metrics.peer_lost(message.kind)
+        self._readiness.peer_lost(message.kind)
+        if message.kind == "scheduler":
+            self._engine.disconnect()
+
+    def _stop_at_once(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        asyncio.get_running_loop().remove_reader(self._child.control.fileno())
 
     async def _drain(self, timeout_s: float) -> None:
         self._readiness.drain()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Scope
 
+from frontend.overload import Load
 from frontend.request_metrics import RequestRecord
 
 _SCOPE_KEY = "pagemill.context"
@@ -19,6 +20,7 @@ _SCOPE_KEY = "pagemill.context"
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     record: RequestRecord
+    load: Load
     key_id: str  #: of the API key; "" where none is asked for
     cut_connection: Callable[[], None]  #: drops the connection without waiting for what is unsent
 

@@ -302,7 +302,8 @@ class RequestLedger:
                 "ttft_ms": _milliseconds(record.ttft_s),
                 "tpot_ms": _milliseconds(record.tpot_s),
             }
-        quiet = record.endpoint in QUIET_ENDPOINTS and (record.status < 400 or record.status == 503)
+        probed = record.endpoint in QUIET_ENDPOINTS and (record.status < 400 or record.status == 503)
+        quiet = probed or record.status == 429  # of these `frontend.overload` says how many there were
         write = self._log.debug if quiet else self._log.error if record.outcome == "error" else self._log.info
         write("request_finished", **fields)
 

@@ -1,7 +1,8 @@
 """The scheduler's numbers as metric families, made from the snapshots it sends.
 
-Gauges show the last snapshot. Counters restart with each epoch of the scheduler and must not go backwards
-for whoever scrapes, so what is shown is the sum of the steps between snapshots.
+Gauges show the last snapshot. Counters begin anew with each scheduler and must not go backwards for whoever scrapes, so
+what is shown is the sum of the steps between snapshots. At every scrape the sequences received are those finished, by
+reason, and those waiting, running and preempted; what a scheduler takes with it when it is lost is a reason as well.
 It must not know requests, HTTP or names of other servers' metrics.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from itertools import accumulate, product
 from typing import get_args
 
+import msgspec
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,7 +23,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
-from pagemill.messages import PreemptionReason, SchedulerReady, StatsSnapshot, VictimKind
+from pagemill.messages import FinishReason, PreemptionReason, SchedulerReady, StatsSnapshot, VictimKind
 
 #: Counter field of a snapshot -> metric and its help.
 _COUNTERS = {
@@ -32,6 +34,8 @@ _COUNTERS = {
     "tokens_generated": ("pagemill_tokens_generated", "Tokens drawn by the model."),
     "tokens_moved": ("pagemill_tokens_moved", "Positions whose KV was copied out or in on behalf of preempted sequences; each way counts."),
     "early_copies": ("pagemill_early_copies", "KV blocks copied to the arena ahead of need."),
+    "sequences_received": ("pagemill_sequences_received", "Sequences that arrived at a scheduler, once more at each that took them over from a lost one."),
+    "core_rebuilds": ("pagemill_core_rebuilds", "Times the scheduler failed inside and was built anew from its sequences."),
     "dropped_messages": ("pagemill_dropped_messages", "Messages dropped by the scheduler: of an older epoch or an unknown name."),
 }
 #: Counter fields that are shown as one metric -> the value of its label `tier`.
@@ -44,6 +48,9 @@ _BY_DIRECTION = {
 _DIRECTIONS = ("out", "in")
 _KINDS: tuple[str, ...] = get_args(VictimKind)
 _REASONS: tuple[str, ...] = get_args(PreemptionReason)
+#: How sequences leave a scheduler: beside their ends, refused at once, or lost with it.
+_REJECTED, _LOST = "rejected", "lost"
+_ENDS: tuple[str, ...] = (*get_args(FinishReason), _REJECTED, _LOST)
 
 _PREEMPTIONS_HELP = (
     "Sequences preempted, by what became of their KV (keep: it stayed, swap: copied to the arena, recompute: dropped) and by why "
@@ -69,6 +76,7 @@ class SchedulerMetrics:
     def __init__(self) -> None:
         self.last: StatsSnapshot | None = None  #: None before the first
         self._ready: SchedulerReady | None = None
+        self._counted: dict[Key, float] = {}  #: counters of the last snapshot of the scheduler that is there
         self._totals: Counter[Key] = Counter()
 
     def ready(self, message: SchedulerReady) -> None:
@@ -78,11 +86,19 @@ class SchedulerMetrics:
         """Takes over a snapshot. One of an older epoch changes nothing."""
         if self.last is not None and snapshot.epoch < self.last.epoch:
             return
-        same_epoch = self.last is not None and self.last.epoch == snapshot.epoch
-        before = _counters(self.last) if same_epoch and self.last is not None else {}
-        for key, value in _counters(snapshot).items():
-            self._totals[key] += max(0, value - before.get(key, 0))  # type: ignore[assignment]
-        self.last = snapshot
+        counted = _counters(snapshot)
+        for key, value in counted.items():
+            before = self._counted.get(key, 0)
+            self._totals[key] += value - before if value >= before else value  # type: ignore[assignment]
+        self._counted, self.last = counted, snapshot
+
+    def lost(self) -> None:
+        """The scheduler is gone, and its sequences with it: the next one receives them anew, and counts from zero."""
+        if self.last is None:
+            return
+        self._totals["sequences_finished", _LOST] += self.last.num_waiting + self.last.num_running + self.last.num_preempted
+        self._counted = {}
+        self.last = msgspec.structs.replace(self.last, num_waiting=0, num_running=0, num_preempted=0, num_suspects=0, transfers_in_flight=0)
 
     def collect(self) -> Iterator[Metric]:
         """Families known so far: geometry from the scheduler's readiness on, the rest from its first snapshot on."""
@@ -119,6 +135,7 @@ class SchedulerMetrics:
     def _gauges(last: StatsSnapshot) -> Iterator[Metric]:
         sequences = {"waiting": last.num_waiting, "running": last.num_running, "preempted": last.num_preempted}
         yield _by_label("pagemill_sequences", "Live sequences.", "status", sequences)
+        yield GaugeMetricFamily("pagemill_suspect_sequences", "Live sequences that run alone, because a worker died while it computed them.", last.num_suspects)
         blocks = {"free": last.blocks_free, "cached": last.blocks_cached, "used": last.blocks_used}
         yield _by_label("pagemill_kv_blocks", "KV blocks; cached ones are unreferenced but indexed, used is the rest.", "state", blocks)
         slots = {"free": last.swap_slots_free, "cached": last.swap_slots_cached, "held": last.swap_slots_held}
@@ -140,6 +157,11 @@ class SchedulerMetrics:
             for direction in _DIRECTIONS:
                 family.add_metric([direction], self._totals[name, direction])
             yield family
+        ends_help = "Sequences that left a scheduler: their ends, rejected for those that did not run, lost for those whose scheduler ended before them."
+        ends = CounterMetricFamily("pagemill_sequences_finished", ends_help, labels=["reason"])
+        for reason in _ENDS:
+            ends.add_metric([reason], self._totals["sequences_finished", reason])
+        yield ends
         preemptions = CounterMetricFamily("pagemill_preemptions", _PREEMPTIONS_HELP, labels=["kind", "reason"])
         for kind, reason in product(_KINDS, _REASONS):
             preemptions.add_metric([kind, reason], self._totals["preemptions", f"{kind}/{reason}"])
@@ -175,7 +197,7 @@ class SchedulerMetrics:
 def _counters(snapshot: StatsSnapshot) -> dict[Key, float]:
     """Every counter of a snapshot under one flat key."""
     values: dict[Key, float] = {(name, ""): getattr(snapshot, name) for name in (*_COUNTERS, *_HIT_TOKENS, "resume_seconds_sum")}
-    for field in ("step_seconds", "steps_with_tokens", "resume_seconds", "preemptions", *_BY_DIRECTION):
+    for field in ("step_seconds", "steps_with_tokens", "resume_seconds", "preemptions", "sequences_finished", *_BY_DIRECTION):
         values |= {(field, key): number for key, number in getattr(snapshot, field).items()}
     return values
 

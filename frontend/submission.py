@@ -20,11 +20,13 @@ from frontend.choice import Choice
 from frontend.engine import Engine
 from frontend.errors import context_length_exceeded, invalid_value
 from frontend.generation import Generation
+from frontend.overload import Load
 from frontend.readiness import Readiness
 from frontend.request_metrics import RequestRecord
 from frontend.tokenizer import Tokenizer
 from frontend.validation import GenerationRequest, Prompts
 from pagemill.config import FrontendConfig
+from pagemill.injection import reach
 from pagemill.keys import cache_domain, choice_seed, prefix_keys, root_key
 from pagemill.messages import AddRequest, Limits, SchedulerReady, unpack_ids
 from pagemill.telemetry import get_logger
@@ -63,19 +65,24 @@ class Submitter:
         self._fingerprint = config.model_fingerprint
         self._cache_secret = config.cache_secret
         self._log_texts = config.log_requests
+        self.max_queue_time_s = config.max_queue_time_s  #: may change at run time
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
-    async def chat(self, request: GenerationRequest, messages: Sequence[Message], record: RequestRecord, key_id: str) -> Generation:
+    async def chat(self, request: GenerationRequest, messages: Sequence[Message], record: RequestRecord, key_id: str, load: Load) -> Generation:
         texts = [message["content"] for message in messages]
-        return await self._start(request, texts, lambda: [self._tokenizer.encode_chat(messages)], record, key_id)
+        root = self._root(key_id)
+        prompts = await self._prepare(request, texts, sum(map(len, texts)), lambda: [self._tokenizer.encode_chat(messages)], root)
+        return self._submit(request, prompts, root, record, load)
 
-    async def completion(self, request: GenerationRequest, prompts: Prompts, record: RequestRecord, key_id: str) -> Generation:
+    async def completion(self, request: GenerationRequest, prompts: Prompts, record: RequestRecord, key_id: str, load: Load) -> Generation:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        root = self._root(key_id)
 
         def encode() -> Sequence[list[int]]:
             return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return await self._start(request, texts, encode, record, key_id)
+        size = sum(map(len, prompts))  # an id that is given takes no longer than a character
+        return self._submit(request, await self._prepare(request, texts, size, encode, root), root, record, load)
 
     async def run(self, work: Callable[[], Result], num_characters: int) -> Result:
         """Tokenizer work of an endpoint, in a thread if it may take long."""
@@ -86,18 +93,18 @@ class Submitter:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _start(self, request: GenerationRequest, texts: Sequence[str], encode: Encode, record: RequestRecord, key_id: str) -> Generation:
+    async def _prepare(self, request: GenerationRequest, texts: Sequence[str], size: int, encode: Encode, root: bytes) -> list[_Prompt]:
+        """Ids and keys of the prompts. Raises ApiError for what cannot fit, or if no requests are taken."""
         geometry = self._readiness.require()
-        root = self._root(key_id)
+        reach("frontend.request")
 
         def prepare() -> list[_Prompt]:
             self._refuse_hopeless(request, texts, geometry)
             return [_prompt(ids, request, geometry, root) for ids in encode()]
 
-        num_characters = sum(map(len, texts)) + _TEXT_CHARACTERS * len(texts)
-        prompts = await self.run(prepare, num_characters if texts else _SHORT_CHARACTERS)
+        prompts = await self.run(prepare, size + _TEXT_CHARACTERS * len(texts))
         self._readiness.require()  # it may have changed meanwhile
-        return self._submit(request, prompts, root, record)
+        return prompts
 
     def _refuse_hopeless(self, request: GenerationRequest, texts: Sequence[str], geometry: SchedulerReady) -> None:
         """Spares the tokenizer a text that cannot fit, judged by its length in bytes."""
@@ -111,10 +118,10 @@ class Submitter:
             return b""
         return root_key(self._fingerprint, b"", cache_domain(self._cache_secret, "" if self._shared else key_id))
 
-    def _submit(self, request: GenerationRequest, prompts: Sequence[_Prompt], root: bytes, record: RequestRecord) -> Generation:
+    def _submit(self, request: GenerationRequest, prompts: Sequence[_Prompt], root: bytes, record: RequestRecord, load: Load) -> Generation:
         num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         choices = [Choice(index, self._tokenizer.token_bytes, request.text) for index in range(len(prompts) * request.n)]
-        generation = Generation(self._engine, record, choices, num_prompt_tokens, request.n, log_texts=self._log_texts)
+        generation = Generation(self._engine, record, load, choices, num_prompt_tokens, request.n, log_texts=self._log_texts)
         number, arrival = self._engine.new_request(), time.time()
         sequences = [
             AddRequest(
@@ -123,7 +130,7 @@ class Submitter:
                 prompt_ids=prompt.packed_ids,
                 output_ids=b"",
                 sampling=request.sampling,
-                limits=Limits(max_tokens=prompt.max_tokens),
+                limits=Limits(max_tokens=prompt.max_tokens, max_queue_s=float(self.max_queue_time_s)),
                 seed=choice_seed(request.seed, choice.index),
                 priority=request.priority,
                 arrival=arrival,

@@ -57,7 +57,7 @@ ALIASES = (
     Alias("prompt_tokens_cached", "pagemill_prompt_tokens", only={"source": ("cached",)}),
     Alias("prompt_tokens_by_source", "pagemill_prompt_tokens", labels={"source": "source"}, values=_SOURCES),
     Alias("generation_tokens", "pagemill_generation_tokens"),
-    Alias("request_success", "pagemill_sequences_finished", labels={"reason": "finished_reason"}),
+    Alias("request_success", "pagemill_choices_finished", labels={"reason": "finished_reason"}),
     Alias("admission_rejections", "pagemill_requests_refused", only={"status": ("429", "503")}, labels={"reason": "reason"}),
     Alias("time_to_first_token_seconds", "pagemill_time_to_first_token_seconds"),
     Alias("inter_token_latency_seconds", "pagemill_inter_token_latency_seconds"),

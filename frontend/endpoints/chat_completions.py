@@ -37,15 +37,20 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 async def handle(request: Request, services: Services) -> Response:
+    wanted, generation, form = await _start(request, services)
+    return await reply(request, generation, form, stream=wanted.stream)
+
+
+async def _start(request: Request, services: Services) -> tuple[GenerationRequest, Generation, ChatFormat]:
+    """On its own, so that body and messages are gone while the reply is generated."""
     text = services.require_text()
     context = context_of(request)
     data = await body.read_json(request)
     chat, fields = await body.decode(data, _decoder, "chat")
     note_unknown_fields("chat", fields, services, context.record)
     wanted, messages = await body.digest(data, lambda: chat_request(chat, text.facts))
-    generation = await text.submitter.chat(wanted, messages, context.record, context.key_id)
-    form = ChatFormat(f"chatcmpl-{context.record.request_id}", wanted, text.tokenizer.token_bytes)
-    return await reply(request, generation, form, stream=wanted.stream)
+    generation = await text.submitter.chat(wanted, messages, context.record, context.key_id, context.load)
+    return wanted, generation, ChatFormat(f"chatcmpl-{context.record.request_id}", wanted, text.tokenizer.token_bytes)
 
 
 class ChatFormat:

@@ -28,15 +28,20 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 async def handle(request: Request, services: Services) -> Response:
+    wanted, generation, form = await _start(request, services)
+    return await reply(request, generation, form, stream=wanted.stream)
+
+
+async def _start(request: Request, services: Services) -> tuple[GenerationRequest, Generation, CompletionFormat]:
+    """On its own, so that body and prompts are gone while the reply is generated."""
     text = services.require_text()
     context = context_of(request)
     data = await body.read_json(request)
     completion, fields = await body.decode(data, _decoder, "completions")
     note_unknown_fields("completions", fields, services, context.record)
     wanted, prompts = await body.digest(data, lambda: completion_request(completion, text.facts))
-    generation = await text.submitter.completion(wanted, prompts, context.record, context.key_id)
-    form = CompletionFormat(f"cmpl-{context.record.request_id}", wanted, text.tokenizer.token_bytes)
-    return await reply(request, generation, form, stream=wanted.stream)
+    generation = await text.submitter.completion(wanted, prompts, context.record, context.key_id, context.load)
+    return wanted, generation, CompletionFormat(f"cmpl-{context.record.request_id}", wanted, text.tokenizer.token_bytes)
 
 
 class CompletionFormat:

@@ -18,4 +18,6 @@ async def handle(request: Request, services: Services) -> Response:
     report = StatusReport("ok") if alive_is_enough else services.readiness.report()
     ready = alive_is_enough or services.readiness.state == "ready"
     headers = {"Cache-Control": "no-store"} | ({} if ready else {"Retry-After": "1"})
+    if report.status == "draining":
+        headers["Connection"] = "close"
     return Response(msgspec.json.encode(report), 200 if ready else 503, headers=headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""`GET /metrics`: everything this process and the scheduler count, for Prometheus and whatever reads its formats."""
+"""`GET /metrics`: everything that frontends and the scheduler count, for Prometheus and whatever reads its formats."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ METHODS = ("GET",)
 
 
 async def handle(request: Request, services: Services) -> Response:
-    body, content_type = services.metrics.render(request.headers.get("accept", ""))
+    body, content_type = services.metrics.render(request.headers.get("accept", ""), await services.exchange.ask())
     return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})

@@ -1,17 +1,14 @@
-"""The application around its endpoints: routes, methods, ids, errors, readiness, drain, and the scheduler's death."""
+"""The application around its endpoints: routes, methods, ids, errors, readiness."""
 
 from __future__ import annotations
-
-import threading
 
 import httpx
 import pytest
 
 from frontend.app import Application
 from frontend.endpoints import discover
-from pagemill.messages import AddRequest, Progress
-from tests.helpers.event_stream import parse
-from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler, Step
+from pagemill.messages import Progress
+from tests.helpers.fake_scheduler import FakeScheduler
 from tests.helpers.frontend_server import RunningFrontend, running_frontend
 
 CHAT = "/v1/chat/completions"
@@ -176,31 +173,6 @@ def test_before_it_is_ready_the_server_says_how_far_it_is() -> None:
         frontend.scheduler.become_ready()
         frontend.wait_ready()
         assert frontend.post(CHAT, messages=HELLO, max_tokens=1).status_code == 200
-
-
-def test_a_lost_scheduler_ends_streams_with_an_error_and_refuses_the_next() -> None:
-    with running_frontend() as frontend:
-        frontend.scheduler.script = lambda _: [Step((40,)), *[Step()] * 100_000]
-        received: list[str] = []
-
-        def read() -> None:
-            with frontend.client.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as response:
-                received.extend(response.iter_text())
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        frontend.scheduler.wait_for(AddRequest)
-        frontend.call_soon(frontend.services.engine.disconnect)
-        reader.join(DEADLINE_S)
-        assert not reader.is_alive()
-        if received[0].startswith("data:"):
-            stream = parse("".join(received))
-            assert stream.done
-            assert stream.error is not None
-            assert stream.error["code"] == "unavailable"
-        check_error(frontend.post(CHAT, messages=HELLO), 503, "unavailable")
-        assert frontend.client.get("/readyz").json() == {"status": "unavailable"}
-        assert frontend.client.get("/livez").status_code == 200
 
 
 def test_each_file_of_the_folder_is_one_endpoint_with_paths_of_its_own() -> None:

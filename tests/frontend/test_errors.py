@@ -57,3 +57,27 @@ def test_what_may_be_retried_says_when() -> None:
 def test_only_harmless_names_are_said_back(name: str, said: bool) -> None:
     assert (errors.field_name(name) == name) == said
     assert said or name == "" or name not in errors.unknown_parameter(name).detail.message
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code", "said"),
+    [
+        ("queue_full", 429, "rate_limit_exceeded", "Too many requests"),
+        ("queue_tokens", 429, "rate_limit_exceeded", "Too many requests"),
+        ("queue_timeout", 429, "queue_timeout", "longer than the limit of 2.5 s"),
+        ("draining", 503, "unavailable", "shutting down"),
+        ("invalid", 400, "invalid_value", "refused"),
+    ],
+)
+def test_what_the_scheduler_refuses_has_a_status_that_says_whether_to_come_again(reason: str, status: int, code: str, said: str) -> None:
+    error = errors.rejected(Rejection(KEY, reason, 2600, 2500), 17)  # type: ignore[arg-type]
+    assert (error.status, error.code) == (status, code)
+    assert said in error.detail.message
+    assert error.headers.get("Retry-After") == {429: "17", 503: "1", 400: None}[status]
+
+
+@pytest.mark.parametrize(("word", "code"), [("killed_worker", "request_failed"), ("core_failed", "internal_error"), ("/secret", "generation_failed")])
+def test_a_failed_sequence_is_a_500_that_asks_not_to_be_tried_again(word: str, code: str) -> None:
+    error = errors.sequence_failed(word)
+    assert (error.status, error.code, error.headers) == (500, code, {"x-should-retry": "false"})
+    assert word not in error.detail.message

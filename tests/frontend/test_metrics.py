@@ -38,12 +38,13 @@ READ_BY_OTHERS = (
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def samples(metrics: FrontendMetrics) -> Samples:
-    families = parse_text(metrics.render()[0].decode())
+def samples(metrics: FrontendMetrics | str) -> Samples:
+    """Of a scrape now, or of the text of one."""
+    families = parse_text(metrics if isinstance(metrics, str) else metrics.render()[0].decode())
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in families for sample in family.samples}
 
 
-def value(metrics: FrontendMetrics, name: str, **labels: str) -> float:
+def value(metrics: FrontendMetrics | str, name: str, **labels: str) -> float:
     """The sum over samples of this name that carry these labels."""
     found = [number for (sample, items), number in samples(metrics).items() if sample == name and labels.items() <= dict(items).items()]
     assert found, f"no sample {name} {labels}"
@@ -103,7 +104,7 @@ def test_a_request_becomes_counts_tokens_and_times() -> None:
     metrics = used_metrics("none")
     assert value(metrics, "pagemill_requests_finished_total", reason="length", status="200", endpoint="/v1/completions") == 1
     assert value(metrics, "pagemill_requests_refused_total", reason="queue_full", status="429") == 1
-    assert value(metrics, "pagemill_sequences_finished_total", reason="length") == 1
+    assert value(metrics, "pagemill_choices_finished_total", reason="length") == 1
     assert value(metrics, "pagemill_prompt_tokens_total", source="computed") == 6
     assert value(metrics, "pagemill_prompt_tokens_total", source="cached") == 4
     assert value(metrics, "pagemill_generation_tokens_total") == 3
@@ -197,6 +198,57 @@ def test_counters_do_not_go_backwards_when_the_scheduler_restarts() -> None:
     assert value(metrics, "pagemill_step_seconds_sum", part="sample") == 0.125
 
 
+def test_a_scheduler_that_is_replaced_counts_from_zero_and_one_that_is_rebuilt_goes_on() -> None:
+    metrics = FrontendMetrics("tiny", "none")
+    metrics.snapshot(snapshot(epoch=1, steps=10, core_rebuilds=0))
+    metrics.snapshot(snapshot(epoch=2, steps=14, core_rebuilds=1))  # the core or the workers began anew, the counters did not
+    assert value(metrics, "pagemill_steps_total") == 14
+    metrics.scheduler_lost()
+    metrics.snapshot(snapshot(epoch=9, steps=20))  # more than the former counted, and all of it new
+    assert (value(metrics, "pagemill_steps_total"), value(metrics, "pagemill_core_rebuilds_total")) == (34, 1)
+
+
+def test_sequences_received_are_finished_or_live_at_every_scrape_whatever_is_lost() -> None:
+    metrics = FrontendMetrics("tiny", "vllm")
+    metrics.scheduler_lost()  # before anything is known
+    for message in (
+        snapshot(epoch=1, sequences_received=9, sequences_finished={"stop": 2, "length": 1, "rejected": 1}, num_waiting=2, num_running=2, num_preempted=1),
+        None,
+        None,  # was lost before it said anything
+        snapshot(epoch=3, sequences_received=7, sequences_finished={"abort": 1, "error": 1}, num_running=5, num_suspects=2),
+        snapshot(epoch=4, sequences_received=9, sequences_finished={"abort": 1, "error": 1, "stop": 7}),
+    ):
+        if message is None:
+            metrics.scheduler_lost()
+        else:
+            metrics.snapshot(message)
+        live = value(metrics, "pagemill_sequences")
+        assert value(metrics, "pagemill_sequences_received_total") == value(metrics, "pagemill_sequences_finished_total") + live
+        assert value(metrics, "pagemill_suspect_sequences") == (0 if message is None else message.num_suspects)
+    reasons = {
+        reason: value(metrics, "pagemill_sequences_finished_total", reason=reason) for reason in ("stop", "length", "abort", "error", "rejected", "lost")
+    }
+    assert reasons == {"stop": 9, "length": 1, "abort": 1, "error": 1, "rejected": 1, "lost": 5}
+
+
+def test_processes_that_were_replaced_are_counted_by_kind() -> None:
+    metrics = FrontendMetrics("tiny", "none")
+    metrics.peer_lost("worker")
+    metrics.peer_lost("worker")
+    metrics.peer_lost("scheduler")
+    assert [value(metrics, "pagemill_restarts_total", process=kind) for kind in ("worker", "scheduler", "frontend")] == [2, 1, 0]
+
+
+def test_what_the_engine_holds_and_drops_is_shown() -> None:
+    class Numbers:
+        num_sequences = 3
+        num_dropped = 5
+
+    metrics = FrontendMetrics("tiny", "none")
+    metrics.watch(Numbers())
+    assert (value(metrics, "pagemill_frontend_sequences"), value(metrics, "pagemill_frontend_dropped_messages_total")) == (3, 5)
+
+
 def test_received_is_finished_plus_refused_plus_in_flight_at_every_scrape() -> None:
     chance = random.Random(7)
     metrics = FrontendMetrics("tiny", "none")
@@ -218,7 +270,7 @@ def test_received_is_finished_plus_refused_plus_in_flight_at_every_scrape() -> N
 
 def test_metrics_start_with_counters_at_zero_and_without_a_scheduler() -> None:
     metrics = FrontendMetrics("tiny", "vllm")
-    assert value(metrics, "pagemill_sequences_finished_total", reason="abort") == 0
+    assert value(metrics, "pagemill_choices_finished_total", reason="abort") == 0
     assert value(metrics, "vllm:generation_tokens_total", model_name="tiny", engine="0") == 0
     assert not [name for name, _ in samples(metrics) if name.startswith(("pagemill_kv", "vllm:kv"))]
 

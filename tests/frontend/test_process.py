@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 
 from pagemill.config import FrontendConfig
 from pagemill.control import ControlSocket, control_pair
 from pagemill.messages import (
     AddRequest,
+    Alive,
     ChildToLauncher,
     Drain,
     Failed,
@@ -28,9 +31,10 @@ from pagemill.messages import (
     PeerUp,
     Progress,
     Ready,
+    Reload,
     Start,
 )
-from tests.helpers.event_stream import parse
+from tests.helpers.event_stream import Stream, parse
 from tests.helpers.fake_scheduler import TOKEN, FakeScheduler, Step
 from tests.helpers.frontend_server import frontend_config
 
@@ -48,23 +52,61 @@ class Process:
     client: httpx.Client
 
     def receive(self) -> ChildToLauncher | None:
-        return self.control.receive()
+        """The next message but for signs of life."""
+        while isinstance(message := self.control.receive(), Alive):
+            pass
+        return message
+
+    def meet(self, scheduler: FakeScheduler, incarnation: int = 0) -> None:
+        self.control.send(PeerUp("scheduler", 0, incarnation, scheduler.address))
+
+    def wait_for_status(self, path: str, status: int) -> httpx.Response:
+        while (response := self.client.get(path)).status_code != status:
+            pass
+        return response
+
+    def stream(self) -> StreamReader:
+        return StreamReader(f"{self.client.base_url}{CHAT}")
+
+
+class StreamReader(threading.Thread):
+    """Reads one stream in a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._begun = threading.Event()
+        self._received: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json={"messages": HELLO, "stream": True}, timeout=TIMEOUT_S) as response:
+            for piece in response.iter_text():
+                self._received.append(piece)
+                self._begun.set()
+
+    def wait_for_begin(self) -> None:
+        assert self._begun.wait(TIMEOUT_S)
+
+    def result(self) -> Stream:
+        self.join(TIMEOUT_S)
+        return parse("".join(self._received))
 
 
 @contextmanager
-def frontend_process(config: FrontendConfig, command: tuple[str, ...] = ("-m", "frontend")) -> Iterator[Process]:
+def frontend_process(config: FrontendConfig, injections: tuple[str, ...] = (), index: int = 0) -> Iterator[Process]:
     ours, theirs = control_pair()
     ours.settimeout(TIMEOUT_S)
     listener = socket.create_server(("127.0.0.1", 0))
     process = subprocess.Popen(
-        [sys.executable, "-P", *command, "--control-fd", str(theirs.fileno())],
+        [sys.executable, "-P", "-m", "frontend", "--control-fd", str(theirs.fileno())],
         pass_fds=(theirs.fileno(), listener.fileno()),
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdin=subprocess.DEVNULL,
     )
     theirs.close()
     control: ControlSocket[LauncherToChild, ChildToLauncher] = ControlSocket(ours, ChildToLauncher)
-    control.send(Start("frontend", 0, 1, 1, TOKEN, msgspec.Raw(msgspec.msgpack.encode(config)), listener.fileno()))
+    control.send(Start("frontend", index, 0, 0, TOKEN, raw(config), listener.fileno(), injections=injections))
     port = listener.getsockname()[1]
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
@@ -76,35 +118,34 @@ def frontend_process(config: FrontendConfig, command: tuple[str, ...] = ("-m", "
         process.wait()
 
 
+def raw(config: FrontendConfig) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(config))
+
+
+def begun(_: AddRequest) -> list[Step]:
+    """One token, then nothing for ever."""
+    return [Step((40,)), *[Step()] * 1_000_000]
+
+
 def test_it_serves_before_it_is_ready_and_drains_with_a_last_chunk() -> None:
-    with FakeScheduler() as scheduler, frontend_process(frontend_config()) as frontend:
+    with FakeScheduler(begun) as scheduler, frontend_process(frontend_config()) as frontend:
         frontend.control.send(Progress("weights", 0.5, ""))
         assert frontend.client.get("/readyz").status_code == 503  # the port answers at once
-        frontend.control.send(PeerUp("scheduler", 0, 1, scheduler.address))
+        frontend.meet(scheduler)
         assert isinstance(frontend.receive(), Ready)
         assert frontend.client.get("/readyz").status_code == 200
-
-        scheduler.script = lambda _: [Step((40,)), *[Step()] * 1_000_000]
-        received: list[str] = []
-
-        def read() -> None:
-            with httpx.stream("POST", f"{frontend.client.base_url}{CHAT}", json={"messages": HELLO, "stream": True}, timeout=TIMEOUT_S) as response:
-                received.extend(response.iter_text())
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        scheduler.wait_for(AddRequest)
+        reader = frontend.stream()
+        reader.wait_for_begin()
         frontend.control.send(Drain(timeout_s=0.2))
-        reader.join(TIMEOUT_S)
+        stream = reader.result()
         assert frontend.process.wait(TIMEOUT_S) == 0
-        stream = parse("".join(received))
         assert (stream.done, stream.finish_reasons()) == (True, ["abort"])
         scheduler.wait_idle()
 
 
 def test_running_requests_may_finish_in_the_time_given() -> None:
     with FakeScheduler() as scheduler, frontend_process(frontend_config()) as frontend:
-        frontend.control.send(PeerUp("scheduler", 0, 1, scheduler.address))
+        frontend.meet(scheduler)
         assert isinstance(frontend.receive(), Ready)
         scheduler.gate.clear()
         answers: list[httpx.Response] = []
@@ -115,22 +156,132 @@ def test_running_requests_may_finish_in_the_time_given() -> None:
         frontend.control.send(Drain(timeout_s=TIMEOUT_S))
         while frontend.client.get("/readyz").json() != {"status": "draining"}:
             pass
-        assert frontend.client.post(CHAT, json={"messages": HELLO}).status_code == 503
+        refused = frontend.client.post(CHAT, json={"messages": HELLO})
+        assert (refused.status_code, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
+        assert frontend.client.get("/readyz").headers["connection"] == "close"
         scheduler.gate.set()
         waiting.join(TIMEOUT_S)
         assert answers[0].json()["choices"][0]["finish_reason"] == "length"
         assert frontend.process.wait(TIMEOUT_S) == 0
 
 
-def test_a_lost_scheduler_makes_it_unready_and_the_launcher_s_death_ends_it() -> None:
-    with FakeScheduler() as scheduler, frontend_process(frontend_config()) as frontend:
-        frontend.control.send(PeerUp("scheduler", 0, 1, scheduler.address))
+def test_a_drain_without_a_scheduler_ends_with_last_chunks_when_its_time_is_over() -> None:
+    with FakeScheduler(begun) as scheduler, frontend_process(frontend_config()) as frontend:
+        frontend.meet(scheduler)
         assert isinstance(frontend.receive(), Ready)
-        frontend.control.send(PeerLost("scheduler", 0, 1))
-        while frontend.client.get("/readyz").status_code != 503:
+        reader = frontend.stream()
+        reader.wait_for_begin()
+        frontend.control.send(PeerLost("scheduler", 0, 0, "was killed by SIGKILL"))
+        assert "SIGKILL" not in frontend.wait_for_status("/readyz", 503).text
+        frontend.control.send(Drain(timeout_s=0.2))
+        stream = reader.result()
+        assert frontend.process.wait(TIMEOUT_S) == 0
+        assert (stream.done, stream.finish_reasons()) == (True, ["abort"])
+
+
+def test_a_stream_goes_on_with_the_next_scheduler_and_the_process_says_ready_once() -> None:
+    rest = [Step((40,)), Step((41,), "length")]
+    with FakeScheduler(begun) as first, FakeScheduler(lambda _: list(rest), epoch=2) as second, frontend_process(frontend_config()) as frontend:
+        frontend.meet(first)
+        assert isinstance(frontend.receive(), Ready)
+        reader = frontend.stream()
+        reader.wait_for_begin()
+        frontend.control.send(PeerLost("scheduler", 0, 0, "was killed by SIGKILL"))
+        restarting = {"status": "restarting", "detail": "The scheduler is restarting."}
+        assert frontend.wait_for_status("/readyz", 503).json() == restarting
+        frontend.meet(second, incarnation=1)
+        frontend.wait_for_status("/readyz", 200)
+        assert reader.result().finish_reasons() == ["length"]
+        assert 'pagemill_restarts_total{process="scheduler"} 1.0' in frontend.client.get("/metrics").text
+        assert isinstance(frontend.control.receive(), Alive)
+
+
+def test_the_end_of_a_worker_is_a_503_until_the_scheduler_is_ready_again() -> None:
+    with FakeScheduler() as scheduler, frontend_process(frontend_config()) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Ready)
+        frontend.control.send(PeerLost("frontend", 1, 0, "was killed by SIGKILL"))
+        frontend.control.send(PeerLost("worker", 0, 0, "RuntimeError: /secret/path"))
+        response = frontend.wait_for_status("/health", 503)
+        assert response.json() == {"status": "restarting", "detail": "A worker is restarting."}
+        assert frontend.client.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200  # taken all the same
+        scheduler.rebuild()
+        frontend.wait_for_status("/health", 200)
+        text = frontend.client.get("/metrics").text
+        for kind, count in (("worker", 1), ("frontend", 1), ("scheduler", 0)):
+            assert f'pagemill_restarts_total{{process="{kind}"}} {count}.0' in text
+
+
+def test_keys_limits_and_log_level_change_while_it_serves() -> None:
+    config = frontend_config(api_keys=("old",))
+    with FakeScheduler() as scheduler, frontend_process(config) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Ready)
+
+        def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return frontend.client.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, headers=headers).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        frontend.control.send(Reload(raw(msgspec.structs.replace(config, api_keys=("new",), max_queue_time_s=9, model_names=("other",)))))
+        while status("new") != 200:
             pass
+        assert status("old") == 401
+        assert scheduler.requests()[-1].limits.max_queue_s == 9.0
+        names = [model["id"] for model in frontend.client.get("/v1/models", headers={"x-api-key": "new"}).json()["data"]]
+        assert names == list(config.model_names)  # needs a restart
+
+
+def test_it_shows_that_its_event_loop_turns() -> None:
+    with frontend_process(frontend_config()) as frontend:
+        for _ in range(3):
+            assert isinstance(frontend.control.receive(), Alive)
+
+
+def test_a_scrape_of_one_frontend_shows_the_others(tmp_path: Path) -> None:
+    config = frontend_config(num_frontends=2)
+    schedulers = [FakeScheduler(index=index, directory=tmp_path) for index in range(2)]
+    with ExitStack() as stack:
+        frontends = [stack.enter_context(frontend_process(config, index=index)) for index in range(2)]
+        for scheduler, frontend in zip(schedulers, frontends, strict=True):
+            stack.enter_context(scheduler)
+            frontend.meet(scheduler)
+            assert isinstance(frontend.receive(), Ready)
+        assert frontends[0].client.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+        for frontend in frontends:
+            lines = frontend.client.get("/metrics").text.splitlines()
+            received = [line for line in lines if line.startswith("pagemill_requests_received_total") and f'endpoint="{CHAT}"' in line]
+            assert received == [f'pagemill_requests_received_total{{endpoint="{CHAT}",frontend="0"}} 1.0']
+            assert len([line for line in lines if line.startswith("process_open_fds{")]) == 2
+        frontends[0].process.kill()
+        frontends[0].process.wait(TIMEOUT_S)
+        assert 'frontend="0"' not in frontends[1].client.get("/metrics").text
+
+
+def test_the_launcher_s_death_ends_it() -> None:
+    with FakeScheduler() as scheduler, frontend_process(frontend_config()) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Ready)
         frontend.control.close()
         assert frontend.process.wait(TIMEOUT_S) is not None
+
+
+@pytest.mark.parametrize("point", ["control.peer_up", "control.ready"])
+def test_a_fault_in_what_the_launcher_relies_on_ends_the_process(point: str) -> None:
+    with FakeScheduler() as scheduler, frontend_process(frontend_config(), (f"{point}=raise",)) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Failed)
+        assert frontend.process.wait(TIMEOUT_S) == 1
+
+
+@pytest.mark.parametrize("point", ["frontend.request", "frontend.submit", "frontend.submitted", "frontend.output"])
+def test_a_fault_may_kill_the_process(point: str) -> None:
+    with FakeScheduler() as scheduler, frontend_process(frontend_config(), (f"{point}=kill",)) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Ready)
+        with pytest.raises(httpx.TransportError):
+            frontend.client.post(CHAT, json={"messages": HELLO})
+        assert frontend.process.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
 def test_a_model_without_a_known_tokenizer_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Readiness is progress: loading, ready, stalled while work stands still, and what clients are told of each."""
+"""Readiness is progress: loading, ready, stalled, restarting or draining, and what clients are told of each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from frontend.errors import ApiError
-from frontend.readiness import STALL_S, Readiness
-from pagemill.messages import Progress, SchedulerReady
+from frontend.readiness import SILENCE_S, STALL_S, Readiness
+from pagemill.messages import ProcessKind, Progress, SchedulerReady
 from tests.helpers.fake_scheduler import snapshot
 
 GEOMETRY = SchedulerReady(1, 512, 16, 100, 0, 8, False)
+SMALLER = SchedulerReady(2, 256, 16, 50, 0, 8, False)
 
 
 class Clock:
@@ -41,6 +42,8 @@ def test_both_the_tokenizer_and_the_scheduler_are_needed() -> None:
     readiness = Readiness()
     readiness.scheduler_ready(GEOMETRY)
     assert status(readiness) == "loading"
+    with pytest.raises(ApiError, match="loading"):
+        readiness.require()
     readiness.tokenizer_loaded = True
     assert status(readiness) == "ok"
     assert readiness.require() is GEOMETRY
@@ -52,38 +55,79 @@ def test_progress_is_reported_within_its_range() -> None:
     assert msgspec.to_builtins(readiness.report()) == {"status": "loading", "phase": "weights", "progress": 1.0, "detail": "x"}
 
 
+@pytest.mark.parametrize(("kind", "said"), [("worker", "A worker is restarting."), ("scheduler", "The scheduler is restarting.")])
+def test_a_lost_process_makes_it_unready_until_the_scheduler_is_ready_again(kind: ProcessKind, said: str, readiness: Readiness) -> None:
+    readiness.peer_lost(kind)
+    assert readiness.state == "restarting"
+    assert msgspec.to_builtins(readiness.report()) == {"status": "restarting", "detail": said}
+    assert readiness.require() is GEOMETRY  # what comes meanwhile waits
+    readiness.note_snapshot(snapshot())
+    assert readiness.state == "restarting"
+    readiness.scheduler_ready(SMALLER)
+    assert status(readiness) == "ok"
+    assert readiness.require() is SMALLER
+
+
+def test_the_end_of_another_frontend_is_no_trouble(readiness: Readiness) -> None:
+    readiness.peer_lost("frontend")
+    assert status(readiness) == "ok"
+
+
+def test_a_process_that_is_lost_before_the_first_readiness_changes_nothing() -> None:
+    readiness = Readiness()
+    readiness.tokenizer_loaded = True
+    readiness.peer_lost("worker")
+    assert status(readiness) == "loading"
+    with pytest.raises(ApiError, match="loading"):
+        readiness.require()
+
+
 def test_work_without_steps_is_a_stall_that_ends_with_the_next_step(readiness: Readiness, clock: Clock) -> None:
     readiness.note_snapshot(snapshot(steps=5, num_running=1))
     clock.now += STALL_S + 1
     readiness.note_snapshot(snapshot(steps=5, num_running=1))
     assert status(readiness) == "stalled"
+    assert "no step" in readiness.report().detail
     assert readiness.require() is GEOMETRY
     readiness.note_snapshot(snapshot(steps=6, num_running=1))
     assert status(readiness) == "ok"
 
 
-def test_no_work_is_no_stall_but_silence_is(readiness: Readiness, clock: Clock) -> None:
-    for _ in range(5):
-        readiness.note_snapshot(snapshot(steps=5, num_running=0))
-        clock.now += STALL_S - 1
+def test_steps_without_end_are_no_stall_and_no_work_is_none_either(readiness: Readiness, clock: Clock) -> None:
+    for step in range(100):
+        readiness.note_snapshot(snapshot(steps=step, num_running=1))
+        clock.now += SILENCE_S - 1
+        assert status(readiness) == "ok"
+    for _ in range(100):
+        readiness.note_snapshot(snapshot(steps=99, num_running=0))
+        clock.now += SILENCE_S - 1
+        assert status(readiness) == "ok"
+
+
+def test_a_scheduler_that_falls_silent_is_a_stall_until_it_speaks(readiness: Readiness, clock: Clock) -> None:
+    clock.now += 1000
+    assert status(readiness) == "ok"  # it has not begun to speak
+    readiness.note_snapshot(snapshot())
+    clock.now += SILENCE_S + 0.1
+    assert msgspec.to_builtins(readiness.report()) == {"status": "stalled", "detail": "The scheduler does not answer."}
+    readiness.note_snapshot(snapshot())
     assert status(readiness) == "ok"
-    clock.now += 2
-    assert status(readiness) == "stalled"
 
 
 def test_a_new_scheduler_starts_afresh(readiness: Readiness, clock: Clock) -> None:
     readiness.note_snapshot(snapshot(steps=5, num_running=1))
     clock.now += STALL_S + 1
-    readiness.scheduler_lost()
-    with pytest.raises(ApiError, match="gone"):
-        readiness.require()
+    readiness.peer_lost("scheduler")
     readiness.scheduler_ready(GEOMETRY)
+    assert status(readiness) == "ok"
+    readiness.note_snapshot(snapshot(steps=5, num_running=1))
     assert status(readiness) == "ok"
 
 
 def test_a_draining_server_says_so_whatever_else_is_true(readiness: Readiness) -> None:
-    readiness.scheduler_lost()
+    readiness.peer_lost("scheduler")
     readiness.drain()
-    assert status(readiness) == "draining"
-    with pytest.raises(ApiError, match="shutting down"):
+    assert msgspec.to_builtins(readiness.report()) == {"status": "draining"}
+    with pytest.raises(ApiError, match="shutting down") as refusal:
         readiness.require()
+    assert refusal.value.headers == {"Retry-After": "1", "Connection": "close"}

@@ -1,8 +1,9 @@
 """A scheduler without a model: speaks the real messages on a real channel and answers with scripted tokens.
 
 It runs in a thread of its own. A script decides from each `AddRequest` what its sequence yields; the default one counts
-upwards from the prompt's length. `gate` holds sequences back so that a test decides when they go on. Everything received
-is kept for assertions, and `wait_for` waits for a message with a deadline.
+upwards from the prompt's length. `gate` holds sequences back so that a test decides when they go on. A script always
+tells the whole sequence: what a resubmitted request has received already is skipped, as a real scheduler does.
+Everything received is kept for assertions, and `wait_for` waits for a message with a deadline.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import tempfile
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 
 from pagemill import PROTOCOL_VERSION
@@ -51,7 +55,7 @@ from pagemill.messages import (
 from pagemill.run_directory import socket_address
 
 TOKEN = b"0123456789abcdef"
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 _IDLE_S = 0.002
 #: Between steps; faster than any model, yet not so fast that no client could keep up.
 _STEP_S = 0.0002
@@ -70,6 +74,7 @@ class Step:
     error: str = ""
     skip: int = 0  #: added to first_index: a gap, or below zero a repetition
     cached: int = 0
+    preemptions: int = 0
 
 
 @dataclass
@@ -144,24 +149,48 @@ def victim(request_id: str = "cmpl-second", **changes: Any) -> VictimPrice:
 def snapshot(**changes: Any) -> StatsSnapshot:
     """The numbers of a scheduler that has done nothing, but for `changes`."""
     fields: dict[str, Any] = dict.fromkeys(StatsSnapshot.__struct_fields__, 0)
-    for name in ("preemptions", "swapped_bytes", "swap_seconds", "resume_seconds", "steps_with_tokens", "step_seconds"):
+    for name in ("preemptions", "swapped_bytes", "swap_seconds", "resume_seconds", "steps_with_tokens", "step_seconds", "sequences_finished"):
         fields[name] = {}
     return StatsSnapshot(**(fields | {"epoch": 1, "slot_utilization": 1.0} | changes))
+
+
+def after(steps: list[Step], num_tokens: int) -> list[Step]:
+    """What is left of a script once its first `num_tokens` tokens have been received."""
+    left = list(steps)
+    while num_tokens and left:
+        step = left[0]
+        taken = min(num_tokens, len(step.tokens))
+        num_tokens -= taken
+        if taken < len(step.tokens):
+            left[0] = replace(step, tokens=step.tokens[taken:], logprobs=step.logprobs[taken:])
+        else:
+            del left[0]
+    return left
 
 
 @dataclass
 class _Live:
     request: AddRequest
     steps: list[Step]
-    num_sent: int = 0
+    num_sent: int
 
 
 class FakeScheduler:
-    """Binds the frontend's address at once; its thread runs inside the `with` block."""
+    """Binds the address of frontend `index` at once; its thread runs inside the `with` block."""
 
-    def __init__(self, script: Script = counting, *, max_model_len: int = 512, block_size: int = 16, ready: bool = True, epoch: int = 1) -> None:
+    def __init__(
+        self,
+        script: Script = counting,
+        *,
+        max_model_len: int = 512,
+        block_size: int = 16,
+        ready: bool = True,
+        epoch: int = 1,
+        index: int = 0,
+        directory: Path | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pagemill-")
-        self.address = socket_address(self._folder.name, "frontend", 0, 1)
+        self.address = socket_address(self._folder.name if directory is None else str(directory), "frontend", index, 1, 1)
         self.script = script
         self.epoch = epoch
         self.gate = threading.Event()  #: sequences go on while it is set
@@ -176,6 +205,7 @@ class FakeScheduler:
         self._ready = threading.Event()
         if ready:
             self._ready.set()
+        self._outbox: deque[SchedulerToFrontend] = deque()
         self._live: dict[SequenceKey, _Live] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -202,6 +232,19 @@ class FakeScheduler:
 
     def become_ready(self) -> None:
         self._ready.set()
+
+    def send(self, message: SchedulerToFrontend) -> None:
+        """Sent by the thread, after the handshake."""
+        self._outbox.append(message)
+
+    def rebuild(self) -> None:
+        """As after a restart of the workers: a new epoch, the same sequences."""
+        self.epoch += 1
+        self.send(msgspec.structs.replace(self._geometry, epoch=self.epoch))
+
+    def go_on(self, key: SequenceKey, steps: list[Step]) -> None:
+        """Replaces what was left of the script of a sequence."""
+        self._live[key].steps = steps
 
     @property
     def num_live(self) -> int:
@@ -245,6 +288,8 @@ class FakeScheduler:
             if self._channel.greeted and self._ready.is_set() and not said_ready:
                 self._channel.send(self._geometry)
                 said_ready = True
+            while said_ready and self._outbox:
+                self._channel.send(self._outbox.popleft())
             if self.gate.is_set() and self._live:
                 busy = True
                 for _ in range(self.burst):
@@ -261,7 +306,8 @@ class FakeScheduler:
                     rejection = Rejection(message.key, script.reason, script.required, script.available)  # type: ignore[arg-type]
                     self._channel.send(StepOutput(0, self.epoch, (), (rejection,)))
                 else:
-                    self._live[message.key] = _Live(message, script)
+                    num_received = len(message.output_ids) // 4
+                    self._live.setdefault(message.key, _Live(message, after(script, num_received), num_received))
             case FinishRequest() | AbortRequest():
                 self._end(message.key)
             case DebugStateQuery() | DecisionsQuery():
@@ -304,7 +350,7 @@ class FakeScheduler:
                 finish_reason=step.finish,
                 stop_token_id=step.stop_token_id,
                 num_cached_tokens=step.cached,
-                num_preemptions=0,
+                num_preemptions=step.preemptions,
                 queue_s=0.001,
                 error=step.error,
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from frontend.endpoints import discover
 from frontend.engine import Engine
 from frontend.http_server import HttpServer
 from frontend.metrics import FrontendMetrics
+from frontend.metrics_exchange import MetricsExchange
+from frontend.overload import Overload
 from frontend.readiness import Readiness
 from frontend.request_metrics import RequestLedger
 from frontend.services import Services
@@ -47,6 +50,10 @@ def frontend_config(**changes: object) -> FrontendConfig:
         priority_allowed=False,
         strict_request=False,
         metrics_compat="none",
+        num_frontends=1,
+        max_queue_time_s=0,
+        max_num_queued=1024,
+        max_connections=1000,
         log_format="json",
         log_level="error",
         log_requests=False,
@@ -71,13 +78,38 @@ class RunningFrontend:
         """In the frontend's event loop."""
         self.loop.call_soon_threadsafe(work)
 
+    def run(self, work: Callable[[], object]) -> None:
+        """In the frontend's event loop, until it is done."""
+        done = threading.Event()
+
+        def do() -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        self.call_soon(do)
+        assert done.wait(DEADLINE_S), "the event loop stands still"
+
+    def lose_scheduler(self) -> None:
+        """As `PeerLost` says it."""
+        self.run(self.services.engine.disconnect)
+
+    def meet(self, scheduler: FakeScheduler) -> None:
+        """As `PeerUp` says it. Waits until the frontend knows that this one is ready."""
+        self.run(lambda: self.services.engine.connect(scheduler.address))
+        self.scheduler = scheduler
+        self.wait_ready()
+
     def wait_ready(self) -> None:
+        self.wait_until(lambda: self.client.get("/readyz").status_code == 200, "the frontend does not become ready")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         pause = threading.Event()
-        for _ in range(int(DEADLINE_S / 0.005)):
-            if self.client.get("/readyz").status_code == 200:
-                return
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, what
             pause.wait(0.005)
-        raise AssertionError("the frontend does not become ready")
 
 
 @contextmanager
@@ -125,11 +157,13 @@ class _Thread(threading.Thread):
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         config, readiness = self._config, Readiness()
-        metrics = FrontendMetrics(config.model_names[0], config.metrics_compat)
-        engine = Engine(FakeScheduler.hello("frontend"), readiness, metrics)
-        self.services = Services(config, readiness, engine, RequestLedger(metrics), metrics)
+        metrics, overload = FrontendMetrics(config.model_names[0], config.metrics_compat), Overload(config.max_num_queued)
+        engine = Engine(FakeScheduler.hello("frontend"), readiness, (metrics, overload), max_num_queued=config.max_num_queued)
+        engine.retry_after_s = overload.retry_after_s
+        metrics.watch(engine)
+        self.services = Services(config, readiness, engine, RequestLedger(metrics), metrics, MetricsExchange(0, 1, metrics.own), overload)
         self.services.load_text(Tokenizer(Path(config.model_path)))
-        self.server = HttpServer(Application(self.services, discover()))
+        self.server = HttpServer(Application(self.services, discover()), config.max_connections)
         if self._address is not None:
             engine.connect(self._address)
         self.loop.call_later(0.01, self.serving.set)

@@ -23,6 +23,7 @@ import psutil
 from tests.helpers.tiny_model import tiny_model_path
 
 ROOT = Path(__file__).resolve().parents[2]
+TITLE_PREFIX = "pagemill: "
 Result = TypeVar("Result")
 
 
@@ -75,7 +76,7 @@ class Server:
     def children(self) -> list[psutil.Process]:
         """The living processes that the launcher started."""
         try:
-            found = [child for child in psutil.Process(self.pid).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+            found = [child for child in psutil.Process(self.pid).children(recursive=True) if _status(child) not in ("", psutil.STATUS_ZOMBIE)]
         except psutil.NoSuchProcess:
             return []
         self._seen.update(child.pid for child in found)
@@ -85,9 +86,22 @@ class Server:
         """The child whose title is `pagemill: TITLE`, for example `worker 0`."""
 
         def look() -> psutil.Process | None:
-            return next((child for child in self.children() if title_of(child.pid) == f"pagemill: {title}"), None)
+            return next((child for child in self.children() if title_of(child.pid) == TITLE_PREFIX + title), None)
 
         return wait_for(look, 30.0, lambda: f"no process is titled {title!r}")
+
+    def processes(self) -> dict[str, int]:
+        """The pids of the living children by title, for example `worker 0`. One that is just being started has no title yet."""
+        pids = [child.pid for child in self.children()]
+        return {title.removeprefix(TITLE_PREFIX): pid for pid in pids if (title := title_of(pid)).startswith(TITLE_PREFIX)}
+
+    def zombies(self) -> list[int]:
+        """Children that have ended and that nobody has reaped."""
+        return [child.pid for child in psutil.Process(self.pid).children(recursive=True) if _status(child) == psutil.STATUS_ZOMBIE]
+
+    def follow(self) -> LogFollower:
+        """Reads what is logged from now on."""
+        return LogFollower(self._log_path, self._log_path.stat().st_size)
 
     def wait(self, timeout_s: float = 20.0) -> int:
         """The exit code, once the server has ended."""
@@ -96,6 +110,11 @@ class Server:
     def leftovers(self) -> list[int]:
         """Children seen earlier that still live."""
         return [pid for pid in self._seen if _is_ours(pid)]
+
+    def orphans(self) -> list[int]:
+        """Processes of the server's session that the launcher has lost sight of."""
+        known = {self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))}
+        return [pid for pid in psutil.pids() if pid not in known and _session_of(pid) == self.pid and _is_ours(pid)]
 
     def close(self) -> None:
         """Ends the server if it still runs, then whatever it left behind."""
@@ -109,6 +128,22 @@ class Server:
                 self.process.wait()
         for pid in self.leftovers():
             os.kill(pid, signal.SIGKILL)
+
+
+class LogFollower:
+    """The structured lines of a log that is being written, each once."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path = path
+        self._offset = offset
+
+    def read(self) -> list[dict[str, Any]]:
+        """The events since the last call; a line that is not whole yet comes with the next."""
+        with self._path.open("rb") as log:
+            log.seek(self._offset)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
 
 
 @contextmanager
@@ -157,9 +192,56 @@ def title_of(pid: int) -> str:
         return ""
 
 
+def open_descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def private_bytes(pid: int) -> int:
+    """Anonymous memory, swapped out or not: what a leak of the process's own making adds to."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(1024 * int(line[1]) for line in lines if line[0] in ("RssAnon:", "VmSwap:"))
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Each memfd or POSIX shared memory that the process has open or mapped, as `inode name`."""
+    found: set[str] = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        _, _, _, _, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(("/memfd:", "/dev/shm/")):
+            found.add(f"{inode} {path[0].removesuffix(' (deleted)')}")
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target, status = os.readlink(descriptor), descriptor.stat()
+        except OSError:  # closed meanwhile
+            continue
+        if target.startswith(("/memfd:", "/dev/shm/")):
+            found.add(f"{status.st_ino} {target.removesuffix(' (deleted)')}")
+    return found
+
+
+def client_ports(pid: int) -> set[int]:
+    """The other ends of the TCP connections that the process has accepted."""
+    return {connection.raddr.port for connection in psutil.Process(pid).net_connections(kind="tcp") if connection.raddr}
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
+
+
+def _status(process: psutil.Process) -> str:
+    """Empty if it is gone."""
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def _is_ours(pid: int) -> bool:
     """Lives, is no zombie, and is not a stranger who got the same pid."""
     try:
-        return title_of(pid).startswith("pagemill: ") and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return title_of(pid).startswith(TITLE_PREFIX) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
