@@ -1,4 +1,7 @@
-"""Bad requests against a real server: each is refused by name, none disturbs the engine, and nothing stays behind."""
+"""Bad requests against a real server: each is refused by name, none disturbs the engine, and nothing stays behind.
+
+The server runs with `python -O`, where no assertion is checked: what keeps bad input out must be more than assertions.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import httpx
 import pytest
 
 from tests.helpers.bad_requests import ANY, BAD_REQUESTS, CHAT, COMPLETIONS, GOOD_REQUESTS, HELLO, BadRequest, as_stream, is_stream_variant_needed
+from tests.helpers.disclosure import disclosed
 from tests.helpers.event_stream import parse_response
 from tests.helpers.server import Server, running_server, wait_for
 
@@ -20,7 +24,7 @@ TIMEOUT_S = 30.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server("--num-blocks", "64", "--max-model-len", "256", "--block-size", "16", "--check-invariants") as running:
+    with running_server("--num-blocks", "64", "--max-model-len", "256", "--block-size", "16", "--check-invariants", env={"PYTHONOPTIMIZE": "1"}) as running:
         yield running
 
 
@@ -51,6 +55,7 @@ def is_idle(client: httpx.Client) -> bool:
 def check(response: httpx.Response, case: BadRequest) -> None:
     assert response.status_code == case.status, (case.name, response.text)
     assert len(response.content) < 4096
+    assert disclosed(response.text) == []
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == case.code, case.name

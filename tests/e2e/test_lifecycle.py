@@ -46,12 +46,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys"
+
+
+@pytest.fixture(scope="module")
+def server(run_folder: Path, key_file: Path) -> Iterator[Server]:
     """One with keys and a directory of its own, for what can be seen without ending it."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(KEY + "\n")
+    key_file.write_text(KEY + "\n")
     environment = {"TMPDIR": str(run_folder), "PAGEMILL_API_KEY": KEY + "-too"}
-    with running_server("--api-key-file", str(keys), "--served-model-name", "tiny", "tiny-too", env=environment) as started:
+    with running_server("--api-key-file", str(key_file), "--served-model-name", "tiny", "tiny-too", env=environment) as started:
         yield started
 
 
@@ -73,6 +77,27 @@ def test_a_ready_server_says_so(server: Server) -> None:
 def test_both_kinds_of_key_are_taken_and_asked_for(server: Server) -> None:
     assert get(f"{server.url}/v1/models")[0] == 401
     assert get(f"{server.url}/v1/models", KEY + "-too")[0] == 200
+
+
+def test_a_hangup_signal_changes_the_keys_of_a_running_server(server: Server, key_file: Path) -> None:
+    def is_taken(key: str) -> bool:
+        return get(f"{server.url}/v1/models", key)[0] == 200
+
+    children = {child.pid for child in server.children()}
+    try:
+        key_file.write_text(KEY + "-new\n")
+        os.kill(server.pid, signal.SIGHUP)
+        wait_for(lambda: is_taken(KEY + "-new"), 30, lambda: server.log)
+        assert not is_taken(KEY)
+        key_file.write_text("")
+        os.kill(server.pid, signal.SIGHUP)
+        assert "holds no key" in server.wait_for_event("reload_refused")["reason"]
+        assert is_taken(KEY + "-new")
+    finally:
+        key_file.write_text(KEY + "\n")
+        os.kill(server.pid, signal.SIGHUP)
+    wait_for(lambda: is_taken(KEY), 30, lambda: server.log)
+    assert {child.pid for child in server.children()} == children
 
 
 def test_keys_show_nowhere(server: Server) -> None:
@@ -180,8 +205,8 @@ def test_nothing_survives_sigkill_of_the_launcher() -> None:
 
 
 @pytest.mark.parametrize("kind", ["frontend", "scheduler", "worker"])
-def test_the_death_of_any_child_stops_everything_and_is_named(kind: str) -> None:
-    with running_server() as server:
+def test_without_restarts_the_death_of_any_child_stops_everything_and_is_named(kind: str) -> None:
+    with running_server("--restart-limit", "0") as server:
         server.child(f"{kind} 0").kill()
         assert server.wait() == 1
         assert server.log.splitlines()[-1] == f"pagemill: {kind} 0 was killed by SIGKILL"

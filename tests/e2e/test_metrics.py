@@ -71,7 +71,7 @@ def test_tokens_told_to_clients_are_the_tokens_counted(server: Server) -> None:
 
     assert grown("pagemill_generation_tokens_total") == sum(usage["completion_tokens"] for usage in usages) == 23
     assert grown("pagemill_prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
-    assert grown("pagemill_sequences_finished_total", reason="length") == 3
+    assert grown("pagemill_choices_finished_total", reason="length") == 3
     assert grown("pagemill_time_to_first_token_seconds_count") == 2
     assert grown("pagemill_inter_token_latency_seconds_count") == 4 + 2 * 8
     assert grown("vllm:generation_tokens_total") == 23
@@ -96,9 +96,9 @@ def test_received_is_finished_plus_refused_plus_in_flight_whatever_happened(serv
     call(server, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 10_000_000})
     call(server, "POST", "/v1/nowhere", {})
     call(server, "DELETE", "/v1/models")
-    aborted = Scrape(server)("pagemill_sequences_finished_total", reason="abort")
+    aborted = Scrape(server)("pagemill_choices_finished_total", reason="abort")
     begin_and_leave(server)
-    wait_for(lambda: Scrape(server)("pagemill_sequences_finished_total", reason="abort") == aborted + 1, 20.0, lambda: "the abort is not counted")
+    wait_for(lambda: Scrape(server)("pagemill_choices_finished_total", reason="abort") == aborted + 1, 20.0, lambda: "the abort is not counted")
     scrape = Scrape(server)
     ended = scrape("pagemill_requests_finished_total") + scrape("pagemill_requests_refused_total")
     assert scrape("pagemill_requests_received_total") == ended + scrape("pagemill_requests_in_flight")
