@@ -121,11 +121,11 @@ class SchedulerProcess:
     def _look_after(self) -> None:
         """Workers that hang are reported, once; with nothing to do, the books are checked."""
         now = time.monotonic()
-        ranks, seconds = self._watch.late(now)
+        ranks, reason = self._watch.late(now)
         if ranks:
             self._watch.clear()
         for rank in ranks:
-            self._replace_worker(rank, f"did not complete a step in {seconds:.0f} s")
+            self._replace_worker(rank, reason)
         if self._keeper.num_sequences:
             self._next_audit = now + _AUDIT_EVERY_S
         elif now >= self._next_audit:
@@ -192,6 +192,8 @@ class SchedulerProcess:
                     self._watch.answered(message.plan_id, message.rank, time.monotonic())
             case TransferDone():
                 reach("scheduler.transfer_done")
+                if message.epoch == self._keeper.epoch:
+                    self._watch.copied(message, time.monotonic())
             case _:
                 assert_never(message)
         self._handle(message)

@@ -1,6 +1,7 @@
-"""Watches plans in flight: a step that takes longer than its tokens can explain means that its worker hangs.
+"""Watches plans and copies in flight: a step that takes longer than its tokens can explain means that its worker hangs.
 
-Plans are carried out one after the other, so only the oldest is on the clock. Pure: whoever asks brings the time.
+Plans are carried out one after the other, so only the oldest is on the clock. Copies are many and short, so as long as
+any is under way some must end within the time of an empty step. Pure: whoever asks brings the time.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from pagemill.messages import Plan, PlanId
+from pagemill.messages import Plan, PlanId, TransferDone
 
 
 @dataclass(slots=True)
@@ -26,12 +27,18 @@ class StepWatch:
         self._num_ranks = num_ranks
         self._plans: deque[_Watched] = deque()  #: oldest first
         self._since = 0.0  #: when the oldest could begin
+        self._copies: dict[int, set[int]] = {}  #: transfer -> the ranks that have not made it
+        self._copied_at = 0.0  #: when one of them ended last, or the first was ordered
 
     def sent(self, plan: Plan, now: float) -> None:
         if not self._plans:
             self._since = now
         num_tokens = sum(piece.num_tokens for piece in plan.slices)
         self._plans.append(_Watched(plan.plan_id, num_tokens, set(range(self._num_ranks))))
+        if plan.transfers and not self._copies:
+            self._copied_at = now
+        for transfer in plan.transfers:
+            self._copies[transfer.transfer_id] = set(range(self._num_ranks))
 
     def answered(self, plan_id: PlanId, rank: int, now: float) -> None:
         """A rank has done the plan, or said that it cannot. Unknown plans are passed over."""
@@ -42,14 +49,28 @@ class StepWatch:
             self._plans.popleft()
             self._since = now
 
+    def copied(self, done: TransferDone, now: float) -> None:
+        """A rank has made copies, or could not. Unknown ones are passed over."""
+        self._copied_at = now
+        for transfer_id in done.transfer_ids:
+            ranks_left = self._copies.get(transfer_id)
+            if ranks_left is not None:
+                ranks_left.discard(done.rank)
+                if not ranks_left:
+                    del self._copies[transfer_id]
+
     def clear(self) -> None:
         """Nobody is going to answer any more, or it does not matter."""
         self._plans.clear()
+        self._copies.clear()
 
-    def late(self, now: float) -> tuple[list[int], float]:
-        """Ranks that are past the deadline of the oldest plan, and for how many seconds it has been on the clock."""
-        if not self._plans:
-            return [], 0.0
-        oldest, seconds = self._plans[0], now - self._since
-        limit_s = self._timeout_s + self._timeout_s_per_token * oldest.num_tokens
-        return (sorted(oldest.ranks_left), seconds) if seconds > limit_s else ([], seconds)
+    def late(self, now: float) -> tuple[list[int], str]:
+        """Ranks that are past the deadline of the oldest plan, or make no copies; and what they have not done."""
+        if self._plans:
+            oldest, seconds = self._plans[0], now - self._since
+            if seconds > self._timeout_s + self._timeout_s_per_token * oldest.num_tokens:
+                return sorted(oldest.ranks_left), f"did not complete a step in {seconds:.0f} s"
+        if self._copies and now - self._copied_at > self._timeout_s:
+            ranks = {rank for ranks_left in self._copies.values() for rank in ranks_left}
+            return sorted(ranks), f"did not copy a block in {now - self._copied_at:.0f} s"
+        return [], ""
