@@ -68,8 +68,8 @@ class Application:
         load = self._services.overload.open()
         out = _Out(send, _client_id(scope) or record.request_id)
         try:
-            if pattern not in QUIET_ENDPOINTS:
-                await self._pacer.turn()
+            if pattern not in QUIET_ENDPOINTS and not self._services.overload.is_full:
+                await self._pacer.turn()  # a refusal is no work, and the sooner it is given the fewer connections pile up
             response = await self._respond({**scope, "path_params": params}, receive, record, load, route)
             await response(scope, receive, out)
         except ClientGoneError:

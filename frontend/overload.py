@@ -70,8 +70,13 @@ class Overload:
         seconds = self.num_waiting / rate if rate else 0.0
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(seconds)))
 
+    @property
+    def is_full(self) -> bool:
+        """Whoever wants to generate something now is refused."""
+        return self.num_waiting + self._num_preparing >= self.max_num_queued + self._num_free_seats
+
     def _require_room(self) -> None:
-        if self.num_waiting + self._num_preparing >= self.max_num_queued + self._num_free_seats:
+        if self.is_full:
             self._num_refused += 1
             raise queue_full(self.retry_after_s())
 

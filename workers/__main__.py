@@ -10,9 +10,14 @@ from pagemill.child import Child, enter
 from pagemill.config import WorkerConfig
 from pagemill.messages import NONE, Progress
 
+#: The model's threads can take every core for whole steps; those who answer clients and plan the next step go first.
+_NICENESS = 5
+
 
 def main() -> None:
     child = enter("worker", WorkerConfig)
+    if child.config.device == "cpu":
+        os.nice(_NICENESS)  # before there are threads, which inherit it
     run(child)
 
 

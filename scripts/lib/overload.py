@@ -20,6 +20,9 @@ from scripts.lib.report import percentiles
 from scripts.lib.workloads import TokenSource
 
 PROBE_INTERVAL_S = 0.02
+#: Probes from one scrape of this path to the next: five seconds.
+SCRAPE_EVERY = 250
+SCRAPED = "/metrics"
 #: Requests leave together that are due within this time: no event loop can wait for less.
 _TICK_S = 0.005
 
@@ -62,8 +65,9 @@ class Probes:
 
 @contextmanager
 def probing(client: Client, paths: Sequence[str]) -> Iterator[Probes]:
-    """Asks each path in turn while the block runs."""
+    """Asks each path in turn while the block runs; `SCRAPED` now and then, as a scraper does, for it costs the server more than a request."""
     probes = Probes({path: [] for path in paths})
+    quick = [path for path in paths if path != SCRAPED]
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(path: str, due: float) -> None:
@@ -75,7 +79,8 @@ def probing(client: Client, paths: Sequence[str]) -> Iterator[Probes]:
         due = time.perf_counter()
         for number in range(1 << 62):
             probes.lags_s.append(max(0.0, time.perf_counter() - due))
-            task = asyncio.create_task(one(paths[number % len(paths)], due))
+            is_scrape = SCRAPED in paths and number % SCRAPE_EVERY == 0
+            task = asyncio.create_task(one(SCRAPED if is_scrape else quick[number % len(quick)], due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             due += PROBE_INTERVAL_S

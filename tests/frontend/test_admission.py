@@ -66,6 +66,14 @@ def test_probes_and_metrics_are_answered_whatever_waits(full: RunningFrontend) -
     assert f'requests_refused_total{{endpoint="{COMPLETIONS}",reason="rate_limit_exceeded",status="429"}} 1.0' in full.client.get("/metrics").text
 
 
+def test_who_is_refused_waits_for_nobody_s_turn(full: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(_: overload.Pacer) -> None:
+        raise AssertionError("a refusal has waited for its turn")
+
+    monkeypatch.setattr(overload.Pacer, "turn", never)
+    check_refused(full.post(COMPLETIONS, prompt="Hello"))
+
+
 def test_as_soon_as_sequences_start_the_next_are_taken(full: RunningFrontend) -> None:
     check_refused(full.post(COMPLETIONS, prompt="Hello"))
     full.scheduler.gate.set()
