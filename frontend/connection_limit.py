@@ -12,8 +12,8 @@ from typing import Literal
 
 #: Connections beyond the limit that are heard, each for one request.
 NUM_SURPLUS = 32
-#: Descriptors that are no connections: the listener, channels, logs, what a scrape of the metrics opens.
-_RESERVED_DESCRIPTORS = 64
+#: Descriptors that are no connections: listeners, channels, logs, what a scrape of the metrics opens.
+RESERVED_DESCRIPTORS = 96
 #: Enough, where the system sets no limit.
 _MOST_DESCRIPTORS = 1 << 20
 
@@ -33,7 +33,7 @@ class ConnectionLimit:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if num_descriptors == resource.RLIM_INFINITY:
             return self._maximum
-        return max(1, min(self._maximum, num_descriptors - _RESERVED_DESCRIPTORS - NUM_SURPLUS))
+        return max(1, min(self._maximum, num_descriptors - RESERVED_DESCRIPTORS - NUM_SURPLUS))
 
     @maximum.setter
     def maximum(self, value: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ WRITE_TIMEOUT_S = 60.0
 #: Requests sent ahead of their turn on one connection, and bytes of them that are kept unparsed.
 MAX_PIPELINED = 16
 MAX_BACKLOG_BYTES = 1024 * 1024
+#: The event loop accepts one connection of each listener in one turn, however many wait, and when it is busy turns are few.
+NUM_LISTENERS = 32
 #: After everything has been ended, connections get this long to take their last bytes.
 SHUTDOWN_TIMEOUT_S = 3
 
@@ -64,6 +67,11 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
             )
         )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on the same sockets several times, so that a crowd of new connections is not accepted one by one."""
+        listeners = sockets or []
+        await super().serve([*listeners, *(listener.dup() for listener in listeners for _ in range(1, NUM_LISTENERS))])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

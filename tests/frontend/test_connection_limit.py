@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from frontend import http_server
-from frontend.connection_limit import NUM_SURPLUS, ConnectionLimit, raise_descriptor_limit
+from frontend.connection_limit import NUM_SURPLUS, RESERVED_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from tests.helpers.fake_scheduler import DEADLINE_S
 from tests.helpers.frontend_server import RunningFrontend, running_frontend
 from tests.helpers.server import wait_for
@@ -99,13 +99,13 @@ def test_one_too_many_that_says_nothing_is_dropped_soon(small: RunningFrontend, 
 def test_the_limit_leaves_descriptors_for_what_is_no_connection() -> None:
     script = textwrap.dedent("""
         import resource
-        from frontend.connection_limit import NUM_SURPLUS, ConnectionLimit, raise_descriptor_limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
-        assert ConnectionLimit(1000).maximum == 128 - 64 - NUM_SURPLUS
+        from frontend.connection_limit import NUM_SURPLUS, RESERVED_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (160, 256))
+        assert ConnectionLimit(1000).maximum == 160 - RESERVED_DESCRIPTORS - NUM_SURPLUS
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 256)
         limit = ConnectionLimit(1000)
-        assert limit.maximum == 256 - 64 - NUM_SURPLUS
+        assert limit.maximum == 256 - RESERVED_DESCRIPTORS - NUM_SURPLUS
         limit.maximum = 7
         assert limit.maximum == 7
     """)
@@ -158,7 +158,7 @@ def test_without_descriptors_connections_are_shed_and_the_server_goes_on(first: 
         crowd = [connect(port, stack) for _ in range(500)]
         assert canary.recv(65536).startswith(b"HTTP/1.1 200 ")
         answers = [ask_once(connection) for connection in crowd]
-        assert answers.count("200") >= 256 - 64 - NUM_SURPLUS - 1
+        assert answers.count("200") >= 256 - RESERVED_DESCRIPTORS - NUM_SURPLUS - 1
         assert answers.count("200") <= 256
         assert set(answers) <= {"200", "503", "closed"}
         spent = process_seconds(process.pid)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 
 import psutil
 import pytest
+import uvloop
+from starlette.types import Receive, Scope, Send
 
 from frontend import http_server
 from pagemill.messages import AbortRequest, AddRequest
@@ -203,3 +206,29 @@ def test_garbage_after_a_request_does_not_get_into_its_response(frontend: Runnin
         except ConnectionResetError:
             pass
     assert received.count(b"HTTP/1.1 ") == 1
+
+
+def test_connections_that_wait_together_are_not_accepted_one_by_one() -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody asks for anything")
+
+    async def turns_for(num_connections: int) -> int:
+        server = http_server.HttpServer(application, max_connections=1000)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=num_connections)
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0)
+        clients = [socket.create_connection(listener.getsockname(), timeout=DEADLINE_S) for _ in range(num_connections)]
+        turns = 0
+        while len(server.server_state.connections) < num_connections:
+            await asyncio.sleep(0)
+            turns += 1
+        server.should_exit = server.force_exit = True
+        for client in clients:
+            client.close()
+        await serving
+        return turns
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        turns = runner.run(asyncio.wait_for(turns_for(200), DEADLINE_S))
+    assert turns < 20

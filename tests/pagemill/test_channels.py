@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -208,3 +209,26 @@ def test_a_bound_end_takes_its_socket_along(pair: Pair, tmp_path: Path) -> None:
 
 def test_the_token_is_in_no_representation() -> None:
     assert "secret" not in repr(SCHEDULER)
+
+
+def test_an_event_loop_gets_its_turn_however_much_a_peer_sends(pair: Pair) -> None:
+    frontend = pair.connect()
+    frontend.send(DebugStateQuery(0))
+    receive(pair.bound)
+    for number in range(100):
+        pair.bound.send(StepOutput(0, number, (), ()))
+    received: list[SchedulerToFrontend] = []
+
+    async def count_turns() -> int:
+        loop = asyncio.get_running_loop()
+        frontend.attach(loop, received.append)
+        turns = 0
+        async with asyncio.timeout(10):
+            while len(received) < 100:
+                before = len(received)
+                await asyncio.sleep(0)
+                turns += len(received) > before
+        frontend.detach(loop)
+        return turns
+
+    assert asyncio.run(count_turns()) >= 10
