@@ -95,7 +95,7 @@ class Overload:
         self._num_waiting, self._num_moved = message.num_waiting, 0
         num_held = message.num_waiting + message.num_running + message.num_preempted
         self._num_free_seats = max(0, self._num_seats - num_held) if message.num_waiting == 0 else 0
-        finished = sum(count for reason, count in message.sequences_finished.items() if reason != "rejected")
+        finished = sum(count for reason, count in message.sequences_finished.items() if reason not in ("rejected", "handed_on"))
         now = self._clock()
         self._throughput.note(now, finished, others_wait=message.num_waiting > 0)
         if self._num_refused and now - self._last_report >= REPORT_INTERVAL_S:

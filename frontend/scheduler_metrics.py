@@ -50,7 +50,7 @@ _KINDS: tuple[str, ...] = get_args(VictimKind)
 _REASONS: tuple[str, ...] = get_args(PreemptionReason)
 #: How sequences leave a scheduler: beside their ends, refused at once, or lost with it.
 _REJECTED, _LOST = "rejected", "lost"
-_ENDS: tuple[str, ...] = (*get_args(FinishReason), _REJECTED, _LOST)
+_ENDS: tuple[str, ...] = (*get_args(FinishReason), _REJECTED, "handed_on", _LOST)
 
 _PREEMPTIONS_HELP = (
     "Sequences preempted, by what became of their KV (keep: it stayed, swap: copied to the arena, recompute: dropped) and by why "
@@ -86,6 +86,8 @@ class SchedulerMetrics:
         """Takes over a snapshot. One of an older epoch changes nothing."""
         if self.last is not None and snapshot.epoch < self.last.epoch:
             return
+        if self.last is not None and snapshot.epoch > self.last.epoch:
+            self._counted = {}  # another core, which counts from zero
         counted = _counters(snapshot)
         for key, value in counted.items():
             before = self._counted.get(key, 0)

@@ -262,7 +262,9 @@ class StatsSnapshot(Message):
     step_seconds: dict[str, float]  #: cumulative, by part: schedule, worker parts, wait
     dropped_messages: int  #: older epochs, unknown names, frames that do not decode
     sequences_received: int  #: taken, rejected and resubmitted ones included
-    sequences_finished: dict[str, int]  #: by finish reason; "rejected" for those that did not run
+    #: By finish reason; "rejected" for those that did not run, "handed_on" for those that the next core receives. In every
+    #: snapshot, received = finished + waiting + running + preempted.
+    sequences_finished: dict[str, int]
     num_suspects: int  #: sequences that run alone, because a worker died while it computed them
     core_rebuilds: int  #: 1 if this epoch began because the core had failed, else 0
 

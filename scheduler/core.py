@@ -166,6 +166,7 @@ class SchedulerCore:
 
     def _revive(self, event: Revive, now: float) -> None:
         """It was taken before, so no limit of a queue stands against it, but the pool may have become smaller."""
+        self.counters.sequences_received += 1
         rejection = admission.reject(event.request, self.config, self.memory.capacity_tokens(), 0, 0)
         if rejection is not None:
             self._reject(rejection)
@@ -282,19 +283,21 @@ class SchedulerCore:
     def _build(self) -> tuple[list[PlannedSlice], bool]:
         """The slices of the next plan, and whether a suspect has it to itself: in its turn, or because nobody else has work."""
         step = self.counters.num_plans
-        suspect = self.suspects.due(step)
-        if suspect is not None and self.plans:
+        suspects = self.suspects.due(step)
+        if suspects and self.plans:
             return [], False  # what is in flight comes to its end first
-        planned = self.steps.build_alone(suspect) if suspect is not None else []
-        if suspect is not None:
+        if suspects:
             self.suspects.had_turn(step)
-        if planned:
-            return planned, True
+            if planned := self._build_alone(suspects):
+                return planned, True
         planned = self.steps.build()
-        if not planned and suspect is None and not self.plans and (suspect := self.suspects.due(step, at_once=True)) is not None:
-            planned = self.steps.build_alone(suspect)
-            return planned, bool(planned)
-        return planned, False
+        if planned or self.plans or suspects:
+            return planned, False
+        planned = self._build_alone(self.suspects.due(step, at_once=True))
+        return planned, bool(planned)
+
+    def _build_alone(self, suspects: list[Sequence]) -> list[PlannedSlice]:
+        return next((planned for suspect in suspects if (planned := self.steps.build_alone(suspect))), [])
 
     def _on_preempted(self, sequence: Sequence) -> None:
         self.steps.forget(sequence)
@@ -322,6 +325,7 @@ class SchedulerCore:
         for slice_ in plan.slices:
             if slice_.piece.sequence.status is not Status.FINISHED and not slice_.is_void:
                 self.results.apply(slice_, plan.results.get((slice_.row, slice_.row_version)))
+        self.results.current = None
 
     def _row_missing(self, missing: RowMissing) -> None:
         """The workers changed nothing: everything of that plan is planned again, the missing row after a new installation."""

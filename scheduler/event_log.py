@@ -50,9 +50,9 @@ class EventLog:
         self._file.write(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
 
-def log_path(path: str, number: int) -> str:
-    """Where the log of a process's core number `number` goes: each core has a log of its own, the first the path asked for."""
-    return path if number == 0 else f"{path}.{number}"
+def log_path(path: str, incarnation: int, number: int) -> str:
+    """Where the log of core `number` of this incarnation of the scheduler goes: each has one of its own, the very first the path asked for."""
+    return path if incarnation == number == 0 else f"{path}.{incarnation}.{number}"
 
 
 def read_log(path: Path) -> tuple[CoreConfig, Iterator[Record]]:

@@ -33,6 +33,7 @@ from pagemill.messages import (
     SequenceOutput,
     StepOutput,
     Suspicion,
+    Turn,
 )
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
@@ -47,6 +48,8 @@ CORE_FAILED = "core_failed"
 #: A core that fails this often in this time does so because of something that a new core does not cure.
 _MAX_REBUILDS = 5
 _REBUILD_WINDOW_S = 600.0
+#: Failures on the results of one sequence that make it the cause.
+_FAILURES_ON_ONE = 2
 #: Events that are told when a core fails.
 _NUM_RECENT = 64
 
@@ -54,21 +57,23 @@ _NUM_RECENT = 64
 class CoreKeeper:
     """Owns the core. `on_core` is told of each new one before its first event, `on_event` of all that it handles, `on_failure` why one was given up."""
 
-    def __init__(self, epoch: int, *, max_num_held: int, check_invariants: bool = False) -> None:
+    def __init__(self, epoch: int, *, max_num_held: int, max_tokens_held: int = 1 << 62, check_invariants: bool = False) -> None:
+        """The limits are for sequences that arrive while there is no core, and for the prompt tokens of all that wait then."""
         self.core: SchedulerCore | None = None
         self.epoch = epoch  #: of the core, or of the next one
         self.recent: deque[str] = deque(maxlen=_NUM_RECENT)  #: what happened last, without texts and tokens
         self.on_core: Callable[[SchedulerCore], None] = lambda core: None
         self.on_event: Callable[[float, Event, list[Effect]], None] = lambda now, event, effects: None
         self.on_failure: Callable[[Exception], None] = lambda error: None
+        self._unsent: list[Effect] = []  #: of an event that the core has handled, while its books are checked
+        self._failed_on: dict[SequenceKey, int] = {}  #: sequences on whose results a core has failed, and how often
         self.num_explained = 0  #: deaths of workers whose causes are found
-        self._max_num_held = max_num_held
+        self._max_num_held, self._max_tokens_held = max_num_held, max_tokens_held
         self._check_invariants = check_invariants
         self._held: dict[SequenceKey, Revive] = {}  #: sequences, while there is no core
         self._drain: Drain | None = None
         self._failures: deque[float] = deque()
-        self._num_received = 0  #: sequences that have arrived while there was no core
-        self._finished: dict[str, int] = {}  #: and those that have ended, by reason
+        self._finished: dict[str, int] = {}  #: sequences that have ended while there was no core, by reason
 
     @property
     def num_sequences(self) -> int:
@@ -124,11 +129,12 @@ class CoreKeeper:
     def _pass_on(self, core: SchedulerCore, event: Event, now: float) -> list[Effect]:
         effects: list[Effect] = []
         try:
-            effects = core.handle(event, now)
+            effects = self._unsent = core.handle(event, now)
         finally:  # above all the event that the core dies of: a replay dies of it too
             self.on_event(now, event, effects)
         if self._check_invariants:
             check(core)
+        self._unsent = []
         return effects
 
     def _build(self, config: CoreConfig, adopt: Adopt, now: float) -> list[Effect]:
@@ -137,8 +143,8 @@ class CoreKeeper:
         effects: list[Effect] = []
         held = sorted(self._held.values(), key=lambda revive: revive.request.arrival)
         self._held.clear()
-        adopt = msgspec.structs.replace(adopt, sequences_received=self._num_received, sequences_finished=self._finished)
-        self._num_received, self._finished = 0, {}
+        adopt = msgspec.structs.replace(adopt, sequences_received=sum(self._finished.values()), sequences_finished=self._finished)
+        self._finished = {}
         events: list[Event] = [event for event in (adopt, *held, self._drain) if event is not None]
         for event in events:
             effects += self._pass_on(core, event, now)
@@ -151,17 +157,22 @@ class CoreKeeper:
         self.on_failure(error)
         if len(self._failures) > _MAX_REBUILDS:
             raise error
-        core, effects = self._give_up()
-        effects += core.take_outputs()
+        told, self._unsent = [effect for effect in self._unsent if isinstance(effect, StepOutput)], []
+        core, last = self._give_up()
+        effects: list[Effect] = [*told, *last, *core.take_outputs()]
         for sequence in core.sequences.values():
             self._held[sequence.key] = _revive(sequence, sequence.suspicion)
         if isinstance(event, AddRequest | FinishRequest | AbortRequest):
             named = self._held.pop(event.key, None)
             num_emitted = len(named.request.output_ids) // 4 if named is not None else 0
-            if isinstance(event, AddRequest) and named is None:
-                self._num_received += 1  # nobody else has counted it
             if named is not None or isinstance(event, AddRequest):
                 effects.append(self._failed(core.config.epoch, event.key, num_emitted, CORE_FAILED))
+        culprit = core.results.current
+        if culprit is not None and culprit in self._held:
+            self._failed_on[culprit] = self._failed_on.get(culprit, 0) + 1
+            if self._failed_on[culprit] >= _FAILURES_ON_ONE:
+                num_emitted = len(self._held.pop(culprit).request.output_ids) // 4
+                effects.append(self._failed(core.config.epoch, culprit, num_emitted, CORE_FAILED))
         return effects + self._build(core.config, Adopt((), (), core_rebuilds=1), now)
 
     def _give_up(self) -> tuple[SchedulerCore, list[Effect]]:
@@ -170,8 +181,10 @@ class CoreKeeper:
         assert core is not None
         self.core = None
         self.epoch += 1
+        self._failed_on = {key: count for key, count in self._failed_on.items() if key in core.sequences}
         last = snapshot(core.config, core.queues, core.memory, core.swapping, core.preemption.decisions, core.counters, len(core.suspects))
-        return core, [last]
+        handed_on = last.sequences_finished | {"handed_on": len(core.sequences)}
+        return core, [msgspec.structs.replace(last, num_waiting=0, num_running=0, num_preempted=0, sequences_finished=handed_on)]
 
     def _failed(self, epoch: int, key: SequenceKey, num_emitted: int, error: str) -> StepOutput:
         self._count_end("error")
@@ -201,6 +214,8 @@ class CoreKeeper:
                 self._end([event.key], "abort")
             case PeerLost(kind="frontend"):
                 self._end([key for key in self._held if (key.frontend, key.incarnation) == (event.index, event.incarnation)], "abort")
+            case Turn():
+                return self._expire(now)
             case _:
                 pass  # of a core that is gone
         return []
@@ -208,13 +223,25 @@ class CoreKeeper:
     def _hold(self, request: AddRequest, now: float) -> list[Effect]:
         if request.key in self._held:
             return []
-        self._num_received += 1
         if self._drain is not None and not request.resubmitted:
             return self._refuse(Rejection(request.key, "draining", 0, 0))
         if len(self._held) >= self._max_num_held and not request.resubmitted:
             return self._refuse(Rejection(request.key, "queue_full", len(self._held) + 1, self._max_num_held))
+        num_tokens = (len(request.prompt_ids) + sum(len(revive.request.prompt_ids) for revive in self._held.values() if revive.queue_s < 0)) // 4
+        if self._held and num_tokens > self._max_tokens_held and not request.resubmitted:
+            return self._refuse(Rejection(request.key, "queue_tokens", num_tokens, self._max_tokens_held))
         self._held[request.key] = Revive(request, now, -1.0, 0, 0, has_prefilled=False, has_decoded=False, suspicion=None)
         return []
+
+    def _expire(self, now: float) -> list[Effect]:
+        """Those that have never been started may not wait for longer than they said, whatever they wait for."""
+        effects: list[Effect] = []
+        for key, revive in list(self._held.items()):
+            limit_s = revive.request.limits.max_queue_s
+            if revive.queue_s < 0 and 0 < limit_s <= now - revive.added_at:
+                del self._held[key]
+                effects += self._refuse(Rejection(key, "queue_timeout", round(1000 * (now - revive.added_at)), round(1000 * limit_s)))
+        return effects
 
     def _refuse(self, rejection: Rejection) -> list[Effect]:
         self._count_end("rejected")

@@ -78,10 +78,13 @@ class SchedulerProcess:
         self._poller.register(child.control.fileno(), zmq.POLLIN)
         child.control.socket.setblocking(False)
         self._peers = Peers(child.hello(), self._poller)
-        self._peers.on_lost, self._peers.on_unusable = self._handle, self._replace_worker
+        self._peers.on_lost, self._peers.on_unusable = self._replace_frontend, self._replace_worker
         self._ready: dict[int, WorkerReady] = {}
         self._keeper = CoreKeeper(
-            child.start.epoch, max_num_held=self._config.max_num_queued + self._config.max_num_seqs, check_invariants=self._config.check_invariants
+            child.start.epoch,
+            max_num_held=self._config.max_num_queued + self._config.max_num_seqs,
+            max_tokens_held=self._config.max_queued_tokens,
+            check_invariants=self._config.check_invariants,
         )
         self._keeper.on_core, self._keeper.on_event, self._keeper.on_failure = self._on_core, self._on_event, self._on_failure
         self._watch = StepWatch(self._config.step_timeout_s, self._config.step_timeout_s_per_token, self._config.num_workers)
@@ -177,6 +180,11 @@ class SchedulerProcess:
             if self._keeper.num_explained > before:
                 self._child.say(Explained(self._keeper.num_explained - before))
 
+    def _replace_frontend(self, peer: PeerLost) -> None:
+        """It cannot be reached, and what it was served is gone: one that lives on would wait for ever."""
+        self._child.say(Stuck("frontend", peer.index, peer.incarnation, "took no messages"))
+        self._handle(peer)
+
     def _replace_worker(self, rank: int, reason: str) -> None:
         log.error("worker_stuck", rank=rank, reason=reason)
         self._child.say(Stuck("worker", rank, self._peers.incarnation("worker", rank), reason))
@@ -257,6 +265,7 @@ class SchedulerProcess:
 
     def _open_directory(self, config: CoreConfig) -> Adopt | None:
         """What KV has outlived the former core, or the former scheduler: the arena's, and the pool's if these workers wrote it."""
+        self._directory = None  # what it says is of another geometry, or of none
         if self._memory is None:
             return None
         try:
@@ -286,16 +295,28 @@ class SchedulerProcess:
         if self._config.event_log:
             if self._log is not None:
                 self._log.close()
-            self._log = EventLog(log_path(self._config.event_log, core.config.epoch - self._child.start.epoch), core.config)
+            path = log_path(self._config.event_log, self._child.start.incarnation, core.config.epoch - self._child.start.epoch)
+            try:
+                self._log = EventLog(path, core.config)
+            except OSError as error:
+                self._give_up_log(error)
 
     def _on_event(self, now: float, event: Event, effects: list[Effect]) -> None:
         if self._log is not None:
-            self._log.append(now, event, effects)
+            try:
+                self._log.append(now, event, effects)
+            except OSError as error:
+                self._give_up_log(error)
+
+    def _give_up_log(self, error: OSError) -> None:
+        """A log that cannot be written is no reason to stop serving."""
+        log.error("event_log_ended", error=error.strerror)
+        self._log = None
 
     def _on_failure(self, error: Exception) -> None:
         """The core is going to be rebuilt, and nothing that it said of KV is to be believed."""
         log.error("core_failed", error=str(error), recent=list(self._keeper.recent), exc_info=error)
-        self._watch.clear()
+        self._watch.clear(still_computing=True)
         if self._directory is not None:
             self._directory.blocks.clear_all()
             self._directory.slots.clear_all()
@@ -328,7 +349,10 @@ class SchedulerProcess:
         for index in self._peers.told():
             self._peers.send_frontend(index, snapshot)
         if self._log is not None:
-            self._log.flush()
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._give_up_log(error)
 
     def _tell_ready(self) -> None:
         """Every frontend hears once of each core."""

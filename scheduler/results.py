@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagemill.messages import NO_PLAN, NONE, FinishReason, RowResult
+from pagemill.messages import NO_PLAN, NONE, FinishReason, RowResult, SequenceKey
 from scheduler.counters import Counters
 from scheduler.kv_memory import KvMemory
 from scheduler.outputs import Outputs
@@ -27,6 +27,7 @@ class Results:
     def __init__(
         self, memory: KvMemory, swapping: Swapping, rows: Rows, suspects: Suspects, plans: list[PlanInFlight], counters: Counters, outputs: Outputs
     ) -> None:
+        self.current: SequenceKey | None = None  #: the sequence whose result is being applied
         self.longest = 0  #: tokens of any one sequence
         self.on_end: Callable[[Sequence, FinishReason], None] = lambda sequence, reason: None
         self._memory, self._swapping, self._rows, self._suspects = memory, swapping, rows, suspects
@@ -36,6 +37,7 @@ class Results:
         """One slice's outcome. A sequence preempted meanwhile keeps its new tokens, and what it computed unless it gave that up."""
         piece = slice_.piece
         sequence = piece.sequence
+        self.current = sequence.key
         error = _error_of(piece, result)
         if error:
             self._outputs.emit(sequence, sequence.num_output_tokens, (), "error", error=error)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from pagemill.messages import Plan, PlanId, TransferDone
 
+#: Whoever has not looked for so long was stopped himself.
+_AWAY_S = 10.0
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -28,12 +31,15 @@ class StepWatch:
         self._plans: deque[_Watched] = deque()  #: oldest first
         self._since = 0.0  #: when the oldest could begin
         self._copies: dict[int, set[int]] = {}  #: transfer -> the ranks that have not made it
+        self._num_tokens_left = 0  #: of plans that nobody waits for any more, and which the workers may still be computing
+        self._looked_at: float | None = None
         self._copied_at = 0.0  #: when one of them ended last, or the first was ordered
 
     def sent(self, plan: Plan, now: float) -> None:
         if not self._plans:
             self._since = now
-        num_tokens = sum(piece.num_tokens for piece in plan.slices)
+        num_tokens = sum(piece.num_tokens for piece in plan.slices) + self._num_tokens_left
+        self._num_tokens_left = 0
         self._plans.append(_Watched(plan.plan_id, num_tokens, set(range(self._num_ranks))))
         if plan.transfers and not self._copies:
             self._copied_at = now
@@ -59,13 +65,20 @@ class StepWatch:
                 if not ranks_left:
                     del self._copies[transfer_id]
 
-    def clear(self) -> None:
-        """Nobody is going to answer any more, or it does not matter."""
+    def clear(self, *, still_computing: bool = False) -> None:
+        """Nobody is going to answer any more, or it does not matter. `still_computing`: the next plan has to wait for these."""
+        self._num_tokens_left = sum(watched.num_tokens for watched in self._plans) if still_computing else 0
         self._plans.clear()
         self._copies.clear()
 
     def late(self, now: float) -> tuple[list[int], str]:
-        """Ranks that are past the deadline of the oldest plan, or make no copies; and what they have not done."""
+        """Ranks that are past the deadline of the oldest plan, or make no copies; and what they have not done.
+
+        To be asked every second: one who was away himself, because everything was stopped, gives everybody more time.
+        """
+        if self._looked_at is not None and now - self._looked_at > _AWAY_S:
+            self._since = self._copied_at = now
+        self._looked_at = now
         if self._plans:
             oldest, seconds = self._plans[0], now - self._since
             if seconds > self._timeout_s + self._timeout_s_per_token * oldest.num_tokens:

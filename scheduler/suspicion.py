@@ -49,11 +49,15 @@ class Suspects:
             sequence.suspicion = None
             self.discard(sequence)
 
-    def due(self, step: int, *, at_once: bool = False) -> Sequence | None:
-        """The newest that can get no further beside others, if it is time (`at_once`: nobody else has work)."""
+    def due(self, step: int, *, at_once: bool = False) -> list[Sequence]:
+        """Those that can get no further beside others, newest first, if it is time (`at_once`: nobody else has work).
+
+        The first may lack a seat or blocks that the others hold, so whoever can run first has the turn.
+        """
         if not self._sequences or (step < self._next_turn and not at_once):
-            return None
-        return max((sequence for sequence in self._sequences if sequence.must_be_alone), key=lambda sequence: sequence.order, default=None)
+            return []
+        waiting = [sequence for sequence in self._sequences if sequence.must_be_alone]
+        return sorted(waiting, key=lambda sequence: sequence.order, reverse=True)
 
     def had_turn(self, step: int) -> None:
         self._next_turn = step + _TURN_EVERY
@@ -78,7 +82,8 @@ def judge(plans: Sequences[PlanInFlight]) -> tuple[dict[SeqId, Suspicion], set[S
     for seq_id, (sequence, first, end, is_new) in spans.items():
         before = sequence.suspicion
         again = before is not None and first < before.end and end > before.first
-        deaths_alone, deaths = (before.deaths_alone, before.deaths) if before is not None else (0, 0)
+        # Deaths at other positions have other causes.
+        deaths_alone, deaths = (before.deaths_alone, before.deaths) if before is not None and again else (0, 0)
         deaths_alone += is_alone
         suspicions[seq_id] = Suspicion(first, end, alone=is_new or again, deaths_alone=deaths_alone, deaths=deaths + 1)
         if deaths_alone >= _DEATHS_ALONE:

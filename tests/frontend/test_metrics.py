@@ -198,14 +198,15 @@ def test_counters_do_not_go_backwards_when_the_scheduler_restarts() -> None:
     assert value(metrics, "pagemill_step_seconds_sum", part="sample") == 0.125
 
 
-def test_a_scheduler_that_is_replaced_counts_from_zero_and_one_that_is_rebuilt_goes_on() -> None:
+def test_every_core_counts_from_zero_and_nothing_that_one_counted_is_forgotten() -> None:
     metrics = FrontendMetrics("tiny", "none")
     metrics.snapshot(snapshot(epoch=1, steps=10, core_rebuilds=0))
-    metrics.snapshot(snapshot(epoch=2, steps=14, core_rebuilds=1))  # the core or the workers began anew, the counters did not
+    metrics.snapshot(snapshot(epoch=2, steps=4, core_rebuilds=1))
     assert value(metrics, "pagemill_steps_total") == 14
     metrics.scheduler_lost()
-    metrics.snapshot(snapshot(epoch=9, steps=20))  # more than the former counted, and all of it new
-    assert (value(metrics, "pagemill_steps_total"), value(metrics, "pagemill_core_rebuilds_total")) == (34, 1)
+    metrics.snapshot(snapshot(epoch=9, steps=20))
+    metrics.snapshot(snapshot(epoch=10, steps=50))  # more than the former counted, and all of it new
+    assert (value(metrics, "pagemill_steps_total"), value(metrics, "pagemill_core_rebuilds_total")) == (84, 1)
 
 
 def test_sequences_received_are_finished_or_live_at_every_scrape_whatever_is_lost() -> None:
@@ -216,7 +217,8 @@ def test_sequences_received_are_finished_or_live_at_every_scrape_whatever_is_los
         None,
         None,  # was lost before it said anything
         snapshot(epoch=3, sequences_received=7, sequences_finished={"abort": 1, "error": 1}, num_running=5, num_suspects=2),
-        snapshot(epoch=4, sequences_received=9, sequences_finished={"abort": 1, "error": 1, "stop": 7}),
+        snapshot(epoch=3, sequences_received=7, sequences_finished={"abort": 1, "error": 1, "handed_on": 5}),
+        snapshot(epoch=4, sequences_received=15, sequences_finished={"stop": 7}, num_waiting=8),
     ):
         if message is None:
             metrics.scheduler_lost()
@@ -226,9 +228,10 @@ def test_sequences_received_are_finished_or_live_at_every_scrape_whatever_is_los
         assert value(metrics, "pagemill_sequences_received_total") == value(metrics, "pagemill_sequences_finished_total") + live
         assert value(metrics, "pagemill_suspect_sequences") == (0 if message is None else message.num_suspects)
     reasons = {
-        reason: value(metrics, "pagemill_sequences_finished_total", reason=reason) for reason in ("stop", "length", "abort", "error", "rejected", "lost")
+        reason: value(metrics, "pagemill_sequences_finished_total", reason=reason)
+        for reason in ("stop", "length", "abort", "error", "rejected", "lost", "handed_on")
     }
-    assert reasons == {"stop": 9, "length": 1, "abort": 1, "error": 1, "rejected": 1, "lost": 5}
+    assert reasons == {"stop": 9, "length": 1, "abort": 1, "error": 1, "rejected": 1, "lost": 5, "handed_on": 5}
 
 
 def test_processes_that_were_replaced_are_counted_by_kind() -> None:

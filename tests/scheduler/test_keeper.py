@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from pagemill.messages import (
@@ -13,6 +15,7 @@ from pagemill.messages import (
     FinishRequest,
     PeerLost,
     Preempt,
+    RowResult,
     SamplingParams,
     SequenceKey,
     StatsSnapshot,
@@ -20,6 +23,7 @@ from pagemill.messages import (
     Turn,
 )
 from scheduler.core import SchedulerCore
+from scheduler.sequence import Sequence
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 
@@ -125,6 +129,28 @@ def test_without_a_core_no_more_is_taken_than_can_be_held() -> None:
     engine.worker_back()
     engine.run()
     assert set(engine.finished) == set(keys[:2])
+
+
+def test_who_waits_for_workers_does_not_wait_for_longer_than_it_said() -> None:
+    engine = driver()
+    started = engine.add([1, 2, 3], max_queue_s=0.5)
+    engine.step()
+    engine.lose_worker()
+    late, patient = engine.add([4, 5], max_queue_s=0.5), engine.add([6, 7])
+    engine.now += 1.0
+    engine.turn()
+    assert {key: rejection.reason for key, rejection in engine.rejected.items()} == {late: "queue_timeout"}
+    engine.worker_back()
+    engine.run()
+    assert set(engine.finished) == {started, patient}
+
+
+def test_without_a_core_prompt_tokens_that_wait_are_bounded() -> None:
+    engine = driver()
+    engine.keeper._max_tokens_held = 10
+    engine.lose_worker()
+    keys = [engine.add([1] * length) for length in (19, 1)]
+    assert {key: rejection.reason for key, rejection in engine.rejected.items()} == {keys[1]: "queue_tokens"}
 
 
 def test_a_draining_server_stays_so_over_a_loss() -> None:
@@ -257,6 +283,42 @@ def test_tokens_that_were_drawn_and_not_sent_are_drawn_again() -> None:
     assert [engine.outputs[key] for key in keys] == [expected(PROMPT[:length]) for length in (5, 11)]
 
 
+def test_what_a_core_has_said_before_its_books_were_found_wrong_is_sent() -> None:
+    engine = driver()
+    keys = [engine.add(PROMPT[:length], max_tokens=1 + length) for length in (1, 5)]
+    engine.step()
+    engine.keeper._check_invariants = True
+    engine.turn()
+    engine.core.memory.pool.reference(engine.core.sequences[keys[1]].tables[0][0])  # found when the next answer has been applied
+    engine.expects_failure = True
+    engine.answer()
+    assert "references" in str(engine.failure)
+    engine.run()
+    assert [engine.outputs[key] for key in keys] == [expected(PROMPT[:1], 2), expected(PROMPT[:5], 6)]
+
+
+def test_a_sequence_on_whose_results_the_core_fails_twice_is_ended_and_the_others_go_on() -> None:
+    engine = driver()
+    keys = [engine.add(PROMPT[:length]) for length in (3, 5, 11)]
+    engine.expects_failure = True
+    for _ in range(200):
+        results = engine.core.results
+        if "_append" not in vars(results):
+            append = results._append
+
+            def deadly(sequence: Sequence, result: RowResult, append: Callable[[Sequence, RowResult], None] = append) -> None:
+                if sequence.key == keys[1]:
+                    raise ZeroDivisionError("planted")
+                append(sequence, result)
+
+            results._append = deadly  # type: ignore[method-assign]
+        if not engine.step():
+            break
+    assert (engine.finished[keys[1]].finish_reason, engine.finished[keys[1]].error) == ("error", "core_failed")
+    assert [engine.outputs[key] for key in (keys[0], keys[2])] == [expected(PROMPT[:3]), expected(PROMPT[:11])]
+    assert len(engine.keeper._failures) == 2
+
+
 def test_a_rebuilt_core_believes_nothing_that_the_old_one_said_of_kv() -> None:
     engine = driver()
     engine.add(PROMPT)
@@ -303,7 +365,7 @@ def test_failures_long_ago_are_forgiven() -> None:
 # --- numbers -----------------------------------------------------------------------------------------------
 
 
-def test_every_sequence_is_counted_once_over_all_cores() -> None:
+def test_the_numbers_of_every_core_balance_and_every_end_is_counted_once() -> None:
     engine = driver()
     for number in range(6):
         engine.add([1, 2, number], max_tokens=4)
@@ -318,10 +380,14 @@ def test_every_sequence_is_counted_once_over_all_cores() -> None:
     engine.run()
     engine.now += 10.0
     engine.handle(Turn())
+    for told in engine.snapshots:
+        assert told.sequences_received == sum(told.sequences_finished.values()) + told.num_waiting + told.num_running + told.num_preempted
     last: dict[int, StatsSnapshot] = {snapshot.epoch: snapshot for snapshot in engine.snapshots}
-    assert sum(snapshot.sequences_received for snapshot in last.values()) == 9
+    assert len(last) == 3
     ended = [sum(snapshot.sequences_finished.get(reason, 0) for snapshot in last.values()) for reason in ("length", "abort", "error")]
     assert ended == [7, 1, 1]
+    handed_on = sum(snapshot.sequences_finished.get("handed_on", 0) for snapshot in last.values())
+    assert sum(snapshot.sequences_received for snapshot in last.values()) == 9 + handed_on
     assert sum(snapshot.core_rebuilds for snapshot in last.values()) == 1
     assert during in engine.finished
 

@@ -74,3 +74,22 @@ def test_copies_are_on_the_clock_from_when_they_are_ordered() -> None:
     assert watch.late(511.0)[0] == [0]
     watch.clear()
     assert watch.late(900.0)[0] == []
+
+
+def test_a_plan_that_comes_behind_one_of_a_former_core_has_the_time_of_both() -> None:
+    watch = StepWatch(10.0, 0.1, 1)
+    watch.sent(plan(1, 500), 0.0)
+    watch.clear(still_computing=True)
+    watch.sent(plan(1, 1), 1.0)
+    for second in range(1, 61):
+        assert watch.late(float(second))[0] == []
+    assert watch.late(61.5)[0] == [0]
+
+
+def test_one_who_was_stopped_himself_gives_more_time() -> None:
+    watch = StepWatch(10.0, 0.0, 1)
+    watch.sent(plan(1, 1), 0.0)
+    assert watch.late(1.0)[0] == []
+    assert watch.late(100.0)[0] == []
+    assert watch.late(109.0)[0] == []
+    assert watch.late(110.5)[0] == [0]

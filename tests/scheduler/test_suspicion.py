@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import SamplingParams, SequenceKey
+from pagemill.messages import SamplingParams, SequenceKey, Suspicion
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 
@@ -163,3 +163,37 @@ def test_suspects_that_share_a_prefix_do_not_wait_for_each_other() -> None:
     engine.die()
     engine.run()
     assert [engine.driver.outputs[key] for key in keys] == [expected([1] * 12 + [number], 3) for number in range(3)]
+
+
+def test_a_suspect_that_finds_no_room_lets_the_next_one_have_its_turn() -> None:
+    engine = Deadly(num_blocks=8, max_num_seqs=2)
+    old = [engine.driver.add([number] * 9, max_tokens=4) for number in (1, 2)]
+    engine.step()
+    engine.driver.turn()
+    engine.die()  # in their first decodes: both compute their prompts beside others and then wait to be alone
+    for _ in range(4):
+        engine.step()
+    late = engine.driver.add([3] * 9, max_tokens=4)
+    sequence = engine.driver.core.sequences[late]
+    sequence.suspicion = Suspicion(0, 9, alone=True)
+    engine.driver.core.suspects.add(sequence)  # the newest, for which there is neither seat nor room
+    engine.run()
+    assert [engine.driver.outputs[key] for key in (*old, late)] == [expected([number] * 9, 4) for number in (1, 2, 3)]
+
+
+def test_one_that_is_alone_and_is_killed_at_different_places_is_innocent() -> None:
+    engine = Deadly(max_num_batched_tokens=4)
+    key = engine.driver.add([1] * 12, max_tokens=6)
+    for _ in range(6):
+        engine.step()
+    for num_steps in (0, 0, 1, 0, 2):
+        engine.driver.turn()
+        engine.die()
+        for _ in range(num_steps):
+            engine.step()
+        sequence = engine.driver.core.sequences[key]
+        assert sequence.suspicion is None or sequence.suspicion.deaths_alone < 2
+        engine.driver.core.suspects.discard(sequence)
+        sequence.suspicion = Suspicion(12, 13, alone=False, deaths_alone=1)  # the former death was at the end
+    engine.run()
+    assert engine.driver.outputs[key] == expected([1] * 12, 6)
