@@ -165,20 +165,21 @@ def test_suspects_that_share_a_prefix_do_not_wait_for_each_other() -> None:
     assert [engine.driver.outputs[key] for key in keys] == [expected([1] * 12 + [number], 3) for number in range(3)]
 
 
-def test_a_suspect_that_finds_no_room_lets_the_next_one_have_its_turn() -> None:
-    engine = Deadly(num_blocks=8, max_num_seqs=2)
-    old = [engine.driver.add([number] * 9, max_tokens=4) for number in (1, 2)]
-    engine.step()
+def test_a_suspect_that_finds_no_room_lets_the_next_one_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Deadly()
+    old, newest = (engine.driver.add([number, 2, 3], max_tokens=20) for number in range(2))
     engine.driver.turn()
-    engine.die()  # in their first decodes: both compute their prompts beside others and then wait to be alone
-    for _ in range(4):
+    engine.die()
+    core = engine.driver.core
+    build_alone = core.steps.build_alone
+    monkeypatch.setattr(core.steps, "build_alone", lambda suspect: [] if suspect.key == newest else build_alone(suspect))
+    for _ in range(10):
         engine.step()
-    late = engine.driver.add([3] * 9, max_tokens=4)
-    sequence = engine.driver.core.sequences[late]
-    sequence.suspicion = Suspicion(0, 9, alone=True)
-    engine.driver.core.suspects.add(sequence)  # the newest, for which there is neither seat nor room
+    assert core.sequences[old].suspicion is None
+    assert core.sequences[newest].suspicion is not None
+    monkeypatch.undo()
     engine.run()
-    assert [engine.driver.outputs[key] for key in (*old, late)] == [expected([number] * 9, 4) for number in (1, 2, 3)]
+    assert [engine.driver.outputs[key] for key in (old, newest)] == [expected([number, 2, 3], 20) for number in range(2)]
 
 
 def test_one_that_is_alone_and_is_killed_at_different_places_is_innocent() -> None:
