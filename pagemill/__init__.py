@@ -7,4 +7,4 @@ __version__ = "0.1.0"
 
 #: Changes whenever a message changes shape. Processes of one server always come from one distribution,
 #: so a mismatch in the handshake means a broken installation and is refused.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

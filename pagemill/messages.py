@@ -35,6 +35,8 @@ PreemptionReason = Literal["growth", "start", "seat", "forced"]
 NONE = -1
 NO_PLAN = PlanId(NONE)
 NO_ROW = RowId(NONE)
+#: An entry of a window group's block table whose positions lie behind the window: no step reads or writes it again.
+BEHIND = -2
 
 
 def pack_ids(ids: list[int] | array[int]) -> bytes:
@@ -225,6 +227,7 @@ class SchedulerReady(Message):
     num_swap_slots: int
     max_num_seqs: int
     deterministic: bool
+    worker_incarnation: int = 0  #: of the workers that are ready: a frontend that has heard of their end takes no heart from it
 
 
 class StatsSnapshot(Message):
@@ -267,6 +270,7 @@ class StatsSnapshot(Message):
     sequences_finished: dict[str, int]
     num_suspects: int  #: sequences that run alone, because a worker died while it computed them
     core_rebuilds: int  #: 1 if this epoch began because the core had failed, else 0
+    blocks_dead: int = 0  #: of `blocks_used` those that sequences hold although no window reaches them any more
 
 
 class SequenceState(msgspec.Struct, frozen=True):
@@ -439,12 +443,18 @@ class Plan(Message):
 # --- worker -> scheduler ---------------------------------------------------------------------------------
 
 
+class KvGroup(Record):
+    """Decoder layers that share one block table: a sequence has as many tables as the model has groups, of one block size."""
+
+    window: int = 0  #: positions that a position attends to, itself included; 0: all before it
+
+
 class WorkerReady(Message):
     """Sent by each worker after loading and warming up: geometry and measured rates. The core is built from the minimum over ranks."""
 
     rank: int
     num_blocks: int
-    block_size: int  #: tokens per block of the first KV group
+    block_size: int  #: tokens per block, in every KV group
     block_bytes: int
     max_model_len: int
     deterministic: bool  #: the start-up check passed and the mode is on
@@ -453,6 +463,7 @@ class WorkerReady(Message):
     num_swap_slots: int  #: of `block_bytes` each, mapped and resident; 0 without an arena
     swap_out_bytes_s: float  #: measured in warm-up, 0.0 without an arena
     swap_in_bytes_s: float
+    groups: tuple[KvGroup, ...] = (KvGroup(),)  #: in the order of a row's block tables
 
 
 class RowResult(Record):
@@ -473,7 +484,9 @@ class StepDone(Message):
     rank: int
     plan_id: PlanId
     results: tuple[RowResult, ...]
-    seconds: dict[str, float]  #: by part: swap_wait (copies its forward waited for), prepare, forward, sample
+    #: By part, one after another: agree (on the plan, with other ranks), swap_wait (copies its forward waited for), prepare, forward,
+    #: sample, and reduce, which is what forward and sample took together with other ranks and is no part of theirs.
+    seconds: dict[str, float]
 
 
 class TransferDone(Message):
@@ -516,6 +529,7 @@ class Start(Message):
     arena_fd: int = NONE  #: workers: the memfd of the swap arena, NONE without one
     directory_fd: int = NONE  #: schedulers: the memfd of the KV directory (`kvstore.kv_directory`)
     injections: tuple[str, ...] = ()  #: faults to inject, for tests (`pagemill.injection`)
+    rendezvous: str = ""  #: workers that are several: the file through which the ranks of this incarnation find each other
 
     def __repr__(self) -> str:
         return f"Start({self.kind} {self.index}, incarnation {self.incarnation}, epoch {self.epoch})"
@@ -528,6 +542,14 @@ class PeerUp(Message):
     index: int
     incarnation: int
     address: str
+
+
+class PeerReady(Message):
+    """Launcher to scheduler: this worker has loaded, lately or for a former scheduler, and owes its `WorkerReady` without further delay."""
+
+    kind: ProcessKind
+    index: int
+    incarnation: int
 
 
 class PeerLost(Message):
@@ -585,6 +607,7 @@ class Ready(Message):
     """Child to launcher: this process can do its work. `detail` is one line for the operator."""
 
     detail: str
+    worker_incarnation: int = NONE  #: schedulers: of the workers it has met; without them it is not ready any more
 
 
 class Failed(Message):
@@ -593,7 +616,7 @@ class Failed(Message):
     message: str
 
 
-# --- events that exist only inside the scheduler process -------------------------------------------------
+# --- events and effects that exist only inside the scheduler process -------------------------------------
 
 
 class Suspicion(Record):
@@ -632,6 +655,16 @@ class Adopt(Message):
     core_rebuilds: int = 0  #: 1 if the predecessor failed
 
 
+class Distrust(Message):
+    """An effect: what this rank answered cannot be reconciled with what another did. Neither is applied.
+
+    The core asks nothing more of this group of workers, and believes nothing more that it says.
+    """
+
+    rank: int
+    reason: str  #: one line for the operator
+
+
 class Turn(Message):
     """The only event on which the core may emit a plan. Sent by the shell after it drained its sockets."""
 
@@ -649,11 +682,11 @@ FrontendToScheduler = AddRequest | FinishRequest | AbortRequest | DebugStateQuer
 SchedulerToFrontend = SchedulerReady | StepOutput | StatsSnapshot | DebugStateReply | DecisionsReply
 SchedulerToWorker = InstallRow | Plan
 WorkerToScheduler = WorkerReady | StepDone | TransferDone | RowMissing
-LauncherToChild = Start | PeerUp | PeerLost | Drain | Reload | Progress
+LauncherToChild = Start | PeerUp | PeerReady | PeerLost | Drain | Reload | Progress
 ChildToLauncher = Progress | Ready | Failed | Alive | Stuck | Explained
 
 #: What `SchedulerCore.handle` takes and returns.
 Event = (
     AddRequest | FinishRequest | AbortRequest | StepDone | TransferDone | RowMissing | WorkerReady | PeerUp | PeerLost | Drain | Revive | Adopt | Preempt | Turn
 )
-Effect = InstallRow | Plan | StepOutput | StatsSnapshot
+Effect = InstallRow | Plan | StepOutput | StatsSnapshot | Distrust
