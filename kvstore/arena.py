@@ -1,6 +1,6 @@
-"""One rank's region of the swap arena, mapped and made resident. The only file of this package that touches bytes.
+"""One region of the swap arena, mapped and made resident. The only file of this package that touches bytes.
 
-    region = map_region(arena_fd, rank, region_bytes, slot_bytes)
+    region = map_region(arena_fd, index, region_bytes, slot_bytes)
     with region.populating():
         ...                                     # whatever takes long anyway
         region.wait_until_populated(report)
@@ -39,7 +39,7 @@ class ArenaError(Exception):
 
 
 class Region:
-    """Slots [0, num_slots) of one rank. Owner of the mapping, which lasts as long as somebody views `memory`."""
+    """Slots [0, num_slots) of one rank, or of several that hold the same KV. Owner of the mapping, which lasts as long as somebody views `memory`."""
 
     def __init__(self, memory: mmap.mmap, slot_bytes: int, make_present: MakePresent) -> None:
         self.memory = memory  #: num_slots * slot_bytes bytes, writable and shared
@@ -91,10 +91,10 @@ class Region:
             self._error = error
 
 
-def map_region(fd: int, rank: int, region_bytes: int, slot_bytes: int) -> Region:
-    """Maps the region of `rank`, of as many whole slots as it holds. `fd` may be closed once it is populated. Raises ArenaError."""
+def map_region(fd: int, index: int, region_bytes: int, slot_bytes: int) -> Region:
+    """Maps the region number `index`, of as many whole slots as it holds. `fd` may be closed once it is populated. Raises ArenaError."""
     size_bytes = region_bytes // slot_bytes * slot_bytes
-    offset = rank * region_bytes
+    offset = index * region_bytes
     if not size_bytes:
         raise ArenaError(f"--swap-memory: a share of {region_bytes} bytes holds no block, which takes {slot_bytes}; raise it, or take 0 for none")
     try:

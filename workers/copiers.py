@@ -52,10 +52,28 @@ class Copier(Protocol):
     def close(self) -> None: ...
 
 
-def open_copier(blocks: Tensor, slots: Tensor) -> Copier:
-    """The copier for the device that holds the pool."""
+def open_copier(blocks: Tensor, slots: Tensor, *, writes_slots: bool = True) -> Copier:
+    """The copier for the device that holds the pool. `writes_slots`: no other rank does it for this one."""
     slots = slots[:, : blocks.shape[1]]
-    return CudaCopier(blocks, slots) if blocks.device.type == "cuda" else HostCopier(blocks, slots)
+    copier = CudaCopier(blocks, slots) if blocks.device.type == "cuda" else HostCopier(blocks, slots)
+    return copier if writes_slots else ReadingCopier(copier)
+
+
+class ReadingCopier:
+    """Of a rank that has its slots in common with another one, which has the same KV and writes it: a copy out is none, and over at once."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self.lanes, self.batch_blocks = copier.lanes, copier.batch_blocks
+
+    def mark(self) -> object:
+        return self._copier.mark()
+
+    def start(self, direction: Direction, places: Sequence[Places], mark: object) -> Copy:
+        return _Copied(0.0) if direction == "out" else self._copier.start(direction, places, mark)
+
+    def close(self) -> None:
+        self._copier.close()
 
 
 # --- the CPU ---------------------------------------------------------------------------------------------

@@ -21,14 +21,20 @@ _SERVING_MMAP_BYTES = 32 * 1024**2
 _SERVING_TRIM_BYTES = 256 * 1024**2
 
 
-def open_device(kind: str, num_threads: int) -> torch.device:
-    """Sets process-wide state of torch: threads, no gradients. Raises ModelRefused if there is no such device."""
+def open_device(kind: str, index: int, num_threads: int) -> torch.device:
+    """Sets process-wide state of torch: threads, no gradients, the current one of several GPUs. Raises ModelRefused if there is no such device."""
     torch.set_grad_enabled(False)
     if num_threads:
         torch.set_num_threads(num_threads)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelRefused("--device cuda: torch finds no usable CUDA device on this machine")
-    return torch.device(kind)
+    if kind == "cpu":
+        return torch.device(kind)
+    if index >= torch.cuda.device_count():
+        raise ModelRefused(f"--device cuda: rank {index} has no GPU of its own, for there are {torch.cuda.device_count()}")
+    device = torch.device(kind, index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def available_bytes(device: torch.device) -> int:

@@ -44,10 +44,15 @@ def noise(key: int, token_id: int) -> float:
 
 def draw(scores: NDArray[np.float64], token_ids: NDArray[np.int64], key: int) -> int:
     """The index into both arrays with the largest score + noise; the lowest on a tie. Not for empty arrays."""
-    result = np.zeros(1, dtype=np.int64)
+    return best_of(scores, token_ids, key)[0]
+
+
+def best_of(scores: NDArray[np.float64], token_ids: NDArray[np.int64], key: int) -> tuple[int, float]:
+    """As `draw`, with that sum, by which the best of several parts of a vocabulary is found. Of empty arrays it is -inf."""
+    index, total = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float64)
     signed = key - 2**64 if key >= 2**63 else key
-    _DRAW((), 1, scores.ctypes.data, token_ids.ctypes.data, len(scores), signed, result.ctypes.data)
-    return int(result[0])
+    _DRAW((), 1, scores.ctypes.data, token_ids.ctypes.data, len(scores), signed, index.ctypes.data, total.ctypes.data)
+    return int(index[0]), float(total[0])
 
 
 def compile_draw() -> None:
@@ -65,7 +70,7 @@ def _build() -> Body:
     def best(arguments: int) -> None:
         at = arguments + FIRST_ARGUMENT
         scores, token_ids, count = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16)
-        key, result = np.uint64(simd.read_int64(at + 24)), simd.read_int64(at + 32)
+        key, index, total = np.uint64(simd.read_int64(at + 24)), simd.read_int64(at + 32), simd.read_int64(at + 40)
         best_value, best_index = -math.inf, 0
         for i in range(count):
             bits = _mix(key + np.uint64(simd.read_int64(token_ids + i * 8) + 1) * np.uint64(_GOLDEN)) >> np.uint64(12)
@@ -78,7 +83,8 @@ def _build() -> Body:
             value = score - math.log(-math.log((np.float64(bits) + 0.5) * 2.0**-52))
             if value > best_value:
                 best_value, best_index = value, i
-        simd.write_int64(result, best_index)
+        simd.write_int64(index, best_index)
+        simd.write_float64(total, best_value)
 
     return best
 

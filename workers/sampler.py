@@ -6,6 +6,7 @@ score + Gumbel noise (`workers.gumbel`). Every row is computed by itself with a 
 batch mates change no bit. Log probabilities are those of the raw logits.
 
 The sampler keeps no state and knows no request; who may draw, and with what parameters, was decided before.
+Where ranks share the vocabulary, `workers.shared_sampling` does the same with the parts that are public here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
     tokenizer's) on are never drawn. The logits are not changed.
     """
     known = logits[:, :vocab_size]
-    if all(_is_plain_greedy(row, position) for row, position in zip(rows, positions, strict=True)):
+    if all(is_plain_greedy(row, position) for row, position in zip(rows, positions, strict=True)):
         return [Sampled(int(token_id), None) for token_id in known.argmax(-1).tolist()]
     values: Floats = known.cpu().numpy()
     return [_sample_row(raw, row, position) for raw, row, position in zip(values, rows, positions, strict=True)]
@@ -61,15 +62,23 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
 
 def _sample_row(raw: Floats, row: SamplingRow, position: int) -> Sampled:
     params = row.params
-    token_id = _draw(_adjusted(raw, row, position), params, noise_key(row.seed, position))
+    token_id = _draw(adjusted(raw, row, position), params, noise_key(row.seed, position))
     logprobs = None if params.num_logprobs == NONE else _logprobs(raw, token_id, params.num_logprobs)
     return Sampled(token_id, logprobs)
 
 
-def _is_plain_greedy(row: SamplingRow, position: int) -> bool:
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_TEMPERATURE
+
+
+def is_plain_greedy(row: SamplingRow, position: int) -> bool:
     """Whether the row's token is the argmax of the raw logits and nothing else is asked."""
-    params = row.params
-    return params.temperature < GREEDY_TEMPERATURE and params.num_logprobs == NONE and not _adjusts(row, position)
+    return is_greedy(row.params) and row.params.num_logprobs == NONE and not _adjusts(row, position)
+
+
+def needs_all_ids(params: SamplingParams) -> bool:
+    """Whether more is asked than an argmax of what each id scores by itself."""
+    return params.num_logprobs != NONE or (_filters(params) and not is_greedy(params))
 
 
 def _penalises(params: SamplingParams) -> bool:
@@ -84,42 +93,51 @@ def _adjusts(row: SamplingRow, position: int) -> bool:
     return bool(row.params.logit_bias) or _penalises(row.params) or _masks_stops(row, position)
 
 
-def _adjusted(raw: Floats, row: SamplingRow, position: int) -> Floats:
-    """The logits with bias, penalties and the mask of stop ids."""
+def adjusted(raw: Floats, row: SamplingRow, position: int, first_id: int = 0) -> Floats:
+    """The logits, of the ids from `first_id` on, with bias, penalties and the mask of stop ids."""
     if not _adjusts(row, position):
         return raw
     params, values = row.params, raw.copy()
     for token_id, bias in params.logit_bias:
-        if 0 <= token_id < len(values):
-            values[token_id] += bias
+        if 0 <= token_id - first_id < len(values):
+            values[token_id - first_id] += bias
     if _penalises(params):
-        _penalise(values, row)
+        _penalise(values, row, first_id)
     if _masks_stops(row, position):
-        values[[token_id for token_id in params.stop_token_ids if 0 <= token_id < len(values)]] = -math.inf
+        values[[token_id - first_id for token_id in params.stop_token_ids if 0 <= token_id - first_id < len(values)]] = -math.inf
     return values
 
 
-def _penalise(values: Floats, row: SamplingRow) -> None:
+def _penalise(values: Floats, row: SamplingRow, first_id: int) -> None:
     """Repetition over prompt and output: divides what is positive, multiplies the rest. Presence and frequency over output."""
-    params, vocab_size = row.params, len(values)
-    history = np.array(row.token_ids, dtype=np.int64)
+    params = row.params
+    history = np.array(row.token_ids, dtype=np.int64) - first_id
     output = history[row.num_prompt_tokens :]
-    seen = np.unique(history[history < vocab_size])
+    seen = np.unique(_inside(history, len(values)))
     values[seen] = np.where(values[seen] > 0, values[seen] / params.repetition_penalty, values[seen] * params.repetition_penalty)
-    used, counts = np.unique(output[output < vocab_size], return_counts=True)
+    used, counts = np.unique(_inside(output, len(values)), return_counts=True)
     values[used] -= counts * params.frequency_penalty + params.presence_penalty
+
+
+def _inside(indices: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    return indices[(indices >= 0) & (indices < length)]
 
 
 def _draw(values: Floats, params: SamplingParams, key: int) -> int:
     best = int(values.argmax())
-    if params.temperature < GREEDY_TEMPERATURE or values[best] == -math.inf:
+    if is_greedy(params) or values[best] == -math.inf:
         return best
-    # Relative to the best, so that a tiny temperature overflows for no id that could win.
-    scores = (values.astype(np.float64) - values[best]) / params.temperature
+    scores = relative(values, float(values[best]), params.temperature)
     if not _filters(params):
         return draw(scores, np.arange(len(scores)), key)
     token_ids = _kept(scores, params)
     return int(token_ids[draw(scores[token_ids], token_ids, key)])
+
+
+def relative(values: Floats, best: float, temperature: float) -> NDArray[np.float64]:
+    """Scores relative to that of the best id, so that a tiny temperature overflows for no id that could win."""
+    scores: NDArray[np.float64] = (values.astype(np.float64) - best) / temperature
+    return scores
 
 
 def _filters(params: SamplingParams) -> bool:

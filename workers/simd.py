@@ -191,6 +191,11 @@ def write_int64(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> No
     builder.store(value, builder.inttoptr(address, _I64.as_pointer()), align=8)
 
 
+@_define(types.void, types.int64, types.float64)
+def write_float64(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    builder.store(value, builder.inttoptr(address, ir.DoubleType().as_pointer()), align=8)
+
+
 @_define(types.int64, types.int64)
 def leading_zeros(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Of the 64 bits; 64 for zero."""
@@ -310,11 +315,21 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 @_define(vector, vector, types.int64, types.float32)
 def keep_first(builder: ir.IRBuilder, value: ir.Value, count: ir.Value, fill: ir.Value) -> ir.Value:
     """The first `count` lanes of value, `fill` in the others."""
-    lanes = ir.Constant(_INTS, list(range(LANES)))
+    return builder.select(_is_among_first(builder, count), value, _splat(builder, fill))
+
+
+@_define(vector, vector, types.int64, types.float32)
+def drop_first(builder: ir.IRBuilder, value: ir.Value, count: ir.Value, fill: ir.Value) -> ir.Value:
+    """`fill` in the first `count` lanes, value in the others."""
+    return builder.select(_is_among_first(builder, count), _splat(builder, fill), value)
+
+
+def _is_among_first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """For each lane whether it is one of the first `count`."""
     narrow = builder.trunc(count, _I32)
     undefined = ir.Constant(_INTS, ir.Undefined)
     limit = builder.shuffle_vector(builder.insert_element(undefined, narrow, _I32(0)), undefined, _constant(0, _INTS))
-    return builder.select(builder.icmp_signed("<", lanes, limit), value, _splat(builder, fill))
+    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), limit)
 
 
 def _fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:

@@ -43,16 +43,20 @@ class Done:
 
 
 class Swapper:
-    """For one thread, that which runs forwards. `slots` is uint8 [num_slots, slot_bytes], or None without an arena."""
+    """For one thread, that which runs forwards. `slots` is uint8 [num_slots, slot_bytes], or None without an arena.
 
-    def __init__(self, kv_cache: KvCache, slots: Tensor | None, *, copier: Copier | None = None) -> None:
+    Ranks of equal KV have the same slots, and one of them `writes_slots`. A slot is read only after all ranks have acknowledged what was
+    copied there, and written anew only after all have acknowledged what they read, so nobody reads half of it.
+    """
+
+    def __init__(self, kv_cache: KvCache, slots: Tensor | None, *, copier: Copier | None = None, writes_slots: bool = True) -> None:
         if slots is not None and slots.shape[1] < kv_cache.spec.block_bytes:
             raise ValueError(f"a slot of {slots.shape[1]} bytes does not hold a block of {kv_cache.spec.block_bytes}")
         self.num_blocks, self.num_slots = kv_cache.num_blocks, 0 if slots is None else len(slots)
         self.num_refused = 0  #: transfers that named what does not exist
         self._needed_later: list[Job] = []  #: by forwards that are not planned yet
         if copier is None and slots is not None:
-            copier = open_copier(kv_cache.blocks, slots)
+            copier = open_copier(kv_cache.blocks, slots, writes_slots=writes_slots)
         self._work = _Work(copier)
         lanes = [
             threading.Thread(target=self._work.run_lane, args=(lane,), name=f"swap {'+'.join(lane)}", daemon=True)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: one tensor at a time, by its Hugging Face name, from safetensors files.
+"""Reading checkpoints: one tensor at a time, or a part of it, by its Hugging Face name, from safetensors files.
 
 Files are mapped, not loaded: what is read is this rank's copy after conversion, and the pages behind it may
 be dropped by the kernel. Names in the index are data and never leave the folder. Which tensors
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from workers.model_config import ModelRefused
 
+#: A part of a tensor: one slice for each of its leading dimensions; () is all of it.
+Part = tuple[slice, ...]
+
 
 class Checkpoint(Protocol):
     """Tensors by their Hugging Face names."""
@@ -28,8 +31,12 @@ class Checkpoint(Protocol):
 
     def names(self) -> frozenset[str]: ...
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU, in the file's own type. The name must be one of `names`."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor. The name must be one of `names`."""
+        ...
+
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        """On the CPU, in the file's own type; no more of the file than it must. The name must be one of `names`."""
         ...
 
     def close(self) -> None:
@@ -41,11 +48,16 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+
 class _OpenFile(Protocol):
     """What `safe_open` gives; the package types it as a stub."""
 
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> _Slice: ...
 
 
 class SafetensorsCheckpoint:
@@ -63,8 +75,11 @@ class SafetensorsCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
-    def read(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        return self._files[name].get_tensor(name)[part]  # a view of the mapping: only what is copied from it is read
 
     def close(self) -> None:
         self._files.clear()

@@ -35,6 +35,21 @@ def test_blocks_come_back_as_they_went(block_bytes: int) -> None:
     assert torch.equal(slots[[1, 3]], slots_before[[1, 3]])
 
 
+def test_what_another_rank_writes_is_read_and_never_written() -> None:
+    blocks, slots = tables(4096, 4096)
+    before, slots_before = blocks.clone(), slots.clone()
+    copier = open_copier(blocks, slots, writes_slots=False)
+    assert (copier.lanes, copier.batch_blocks) == (HostCopier.lanes, HostCopier(blocks, slots).batch_blocks)
+    out = copier.start("out", [(1, 4), (2, 0)], copier.mark())
+    assert out.is_over()
+    assert out.wait() == 0.0
+    assert torch.equal(slots, slots_before)
+    assert copier.start("in", [(4, 2)], copier.mark()).wait() > 0
+    assert torch.equal(blocks[2], slots_before[4])
+    assert torch.equal(blocks[[0, 1, 3, 4, 5, 6]], before[[0, 1, 3, 4, 5, 6]])
+    copier.close()
+
+
 def test_the_host_copies_one_batch_at_a_time_of_at_most_eight_mebibytes() -> None:
     assert HostCopier(*tables(737_280, 737_280)).batch_blocks == 11
     assert HostCopier.lanes == (BOTH,)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.gumbel import draw, mix, noise, noise_key
+from workers.gumbel import best_of, draw, mix, noise, noise_key
 
 UINT64 = st.integers(0, 2**64 - 1)
 
@@ -50,3 +51,15 @@ def test_streams_of_neighbouring_seeds_positions_and_ids_are_uncorrelated() -> N
     for axis in range(3):
         rolled = np.roll(grid, 1, axis=axis)
         assert abs(np.corrcoef(grid.ravel(), rolled.ravel())[0, 1]) < 0.06
+
+
+@settings(max_examples=40)
+@given(key=UINT64, border=st.integers(0, 200))
+def test_the_best_of_parts_is_the_best_of_all(key: int, border: int) -> None:
+    scores, token_ids = np.random.default_rng(border).normal(size=200), np.arange(200, dtype=np.int64)
+    parts = [best_of(scores[:border], token_ids[:border], key), best_of(scores[border:], token_ids[border:], key)]
+    (low, low_total), (high, high_total) = parts
+    whole, total = best_of(scores, token_ids, key)
+    assert whole == (border + high if high_total > low_total else low)
+    assert total == max(low_total, high_total)
+    assert total == pytest.approx(scores[whole] + noise(key, whole), rel=1e-14)

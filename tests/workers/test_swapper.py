@@ -104,6 +104,25 @@ def test_a_block_comes_back_bit_for_bit(dtype: torch.dtype, head_dim: int, block
 
 
 @pytest.mark.parametrize("needed_by", [NO_PLAN, PLAN], ids=["background", "urgent"])
+def test_ranks_with_slots_in_common_read_what_one_of_them_has_written(needed_by: PlanId) -> None:
+    slots, reports = arena(), list[dict[int, bool]]([{}, {}])
+    caches = [pool(), pool()]
+    before = caches[0].blocks.clone()
+    swappers = [Swapper(cache, slots, writes_slots=rank == 0) for rank, cache in enumerate(caches)]
+    caches[1].blocks[6].zero_()  # would be seen if it were copied
+    for swapper, report in zip(swappers, reports, strict=True):
+        swapper.start([copy_out(1, 3, 5, needed_by=needed_by), copy_out(2, 6, 1, needed_by=needed_by)], PLAN)
+        collect(swapper, report, 2)
+    for swapper, report in zip(swappers, reports, strict=True):
+        swapper.start([copy_in(3, 5, 7, needed_by=needed_by), copy_in(4, 1, 0, needed_by=needed_by)], PLAN)
+        collect(swapper, report, 4)
+        swapper.close()
+    for cache in caches:
+        assert torch.equal(cache.blocks[[7, 0]], before[[3, 6]])
+    assert reports == [dict.fromkeys((1, 2, 3, 4), True)] * 2
+
+
+@pytest.mark.parametrize("needed_by", [NO_PLAN, PLAN], ids=["background", "urgent"])
 def test_out_of_a_block_and_then_into_it_in_one_plan(bench: Bench, needed_by: PlanId) -> None:
     old_block, old_slot = bench.blocks[3].clone(), bench.slots[2].clone()
     bench.swapper.start([copy_out(1, 3, 5, needed_by=needed_by), copy_in(2, 2, 3)], PLAN)
