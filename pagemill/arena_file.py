@@ -1,6 +1,6 @@
 """Memory that outlives the processes that use it, as files without a name: the swap arena and the KV directory.
 
-    arena[rank][slot][slot_bytes]        one region of whole slots for each rank, one slot for each block
+    arena[shard][slot][slot_bytes]       one region of whole slots for each distinct KV shard, one slot for each block
     directory[...]                       which KV lies where, as the scheduler wrote it down (`kvstore.kv_directory`)
 
 The launcher makes them and keeps them, the arena for workers, the directory for schedulers; children get them by

@@ -37,6 +37,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_frontends: int
     max_queue_time_s: int  #: a request may wait this long for its first slice; 0: no limit
     max_num_queued: int  #: sequences that may wait for the scheduler; more are refused with 429 before they are read
+    max_queued_tokens: int  #: prompt tokens of sequences that wait here while there is no scheduler; more are refused with 429
     max_connections: int  #: open ones, of this process; more are refused
     log_format: LogFormat
     log_level: str
@@ -80,12 +81,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     num_blocks: int
     kv_cache_bytes: int  #: pool budget if num_blocks is 0; 0: a share of what is free on the device
-    swap_bytes: int  #: this rank's region of the arena; 0: no swap space
+    swap_bytes: int  #: the region of the arena that this rank swaps to, alone or with ranks of the same KV heads; 0: no swap space
     max_model_len: int  #: 0: as long as model and pool allow
     max_num_seqs: int
     max_num_batched_tokens: int
     deterministic: Literal["auto", "on", "off"]
     num_threads: int
+    cpus: tuple[int, ...]  #: the only processors it runs on; empty: any
     log_format: LogFormat
     log_level: str
 
@@ -127,6 +129,10 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_model_len: Annotated[
         int, _option("Model", "longest prompt plus output, in tokens; auto is as long as model and memory allow", ge=0, metavar="N", automatic=True)
     ] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        _option("Model", "worker processes (ranks) that share the model: GPUs, or processors of this machine", ge=1, le=256, metavar="N", aliases=("-tp",)),
+    ] = 1
     deterministic: Annotated[
         bool | None,
         _option("Model", "bit-equal tokens whatever the batch, chunking, cache hits or preemption (default: on where it is nearly free)"),
@@ -170,7 +176,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int,
         _option(
             "KV memory",
-            "size of the KV pool in bytes; auto is half of what is free after weights, at most a quarter of the machine",
+            "size of the KV pool in bytes, over all ranks; auto is half of what is free after weights, at most a quarter of the machine",
             ge=0,
             metavar="SIZE",
             automatic=True,
@@ -185,7 +191,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _Size | None,
         _option(
             "KV memory",
-            "host memory for the KV of preempted requests, taken at the start; auto is twice the KV pool, at most half of what is left"
+            "host memory for the KV of preempted requests, over all ranks, taken at the start; auto is twice the KV pool, at most half of what is left"
             " and 1 GiB on CPU, 32 GiB on CUDA; with 0 it is computed again",
             metavar="SIZE",
             automatic=True,

@@ -5,12 +5,16 @@ Everything is read, nothing is decided, and containers count: a limit of a contr
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -20,23 +24,31 @@ class Machine:
     total_bytes: int
     available_bytes: int
     num_cpus: int  #: logical processors this process may run on
-    num_cores: int  #: the physical cores behind them, as far as known
+    cores: tuple[tuple[int, ...], ...]  #: the logical processors in its affinity mask by physical core, neighbours on one chip beside each other
     has_bfloat16: bool  #: the CPU multiplies bfloat16 in hardware
-    has_cuda: bool
+    num_gpus: int  #: that the installed torch can use
+
+    @property
+    def num_cores(self) -> int:
+        """Physical cores behind the processors, as far as known."""
+        return min(self.num_cpus, len(self.cores))
+
+    @property
+    def has_cuda(self) -> bool:
+        return self.num_gpus > 0
 
 
 def read_machine() -> Machine:
     """The facts as of now."""
     memory = psutil.virtual_memory()
     limit, used = _cgroup_memory()
-    num_cpus = _num_cpus()
     return Machine(
         total_bytes=min(memory.total, limit or memory.total),
         available_bytes=min(memory.available, max(limit - used, 0) if limit else memory.available),
-        num_cpus=num_cpus,
-        num_cores=min(num_cpus, psutil.cpu_count(logical=False) or num_cpus),
+        num_cpus=_num_cpus(),
+        cores=_cores(),
         has_bfloat16=bool(_cpu_flags() & {"amx_bf16", "avx512_bf16"}),
-        has_cuda=_has_cuda(),
+        num_gpus=_num_gpus(),
     )
 
 
@@ -47,6 +59,18 @@ def _num_cpus() -> int:
     if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
         usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
     return usable
+
+
+def _cores() -> tuple[tuple[int, ...], ...]:
+    """Processors that share a core belong together, and cores that share a chip stand side by side."""
+    cores: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        topology = _TOPOLOGY / f"cpu{cpu}" / "topology"
+        chip, core = (_read_text(topology / name).strip() for name in ("physical_package_id", "core_id"))
+        known = chip.isdecimal() and core.isdecimal()
+        # What does not say where it is counts as a core of its own, which no other can be mistaken for.
+        cores.setdefault((int(chip), int(core)) if known else (-1, -1 - cpu), []).append(cpu)
+    return tuple(tuple(cores[place]) for place in sorted(cores))
 
 
 def _cgroup_memory() -> tuple[int, int]:
@@ -76,14 +100,21 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def _has_cuda() -> bool:
-    """A GPU is visible and the installed torch can use it."""
+def _num_gpus() -> int:
+    """GPUs that are visible, if the installed torch can use them."""
     try:
         cpu_build = metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
-        return False
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not cpu_build and not hidden and any(Path("/proc/driver/nvidia/gpus").glob("*"))
+        return 0
+    num_gpus = 0 if cpu_build else len(list(_GPUS.glob("*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return num_gpus if visible is None else min(num_gpus, len(_visible_gpus(visible)))
+
+
+def _visible_gpus(variable: str) -> list[str]:
+    """As CUDA reads it: the list ends at the first entry that names no GPU."""
+    names = [name.strip() for name in variable.split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def _read_words(path: Path) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Protocol, TextIO, cast
 
 from rich.console import Console
@@ -14,10 +15,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from pagemill import messages
+from pagemill.config import WorkerConfig
+from pagemill.group_progress import group_name
 from pagemill.memory_plan import MemoryPlan
 from pagemill.resolve import Model, Settings
 from pagemill.swap_plan import SwapPlan
 from pagemill.telemetry import get_logger, resolve_format
+from pagemill.threads import thread_environment
 
 log = get_logger("pagemill.launcher")
 
@@ -26,12 +30,13 @@ class Reporter(Protocol):
     """Hears what the launcher does; the events from `on_progress` on are those of `launcher.Observer`."""
 
     def on_listening(self, url: str) -> None: ...
-    def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None: ...
+    def on_settled(self, model: Model, settings: Settings) -> None: ...
     def on_progress(self, process: str, progress: messages.Progress) -> None: ...
     def on_process_ready(self, process: str, detail: str) -> None: ...
     def on_ready(self) -> None: ...
     def on_process_lost(self, process: str, reason: str, num_deaths: int, limit: int) -> None: ...
     def on_process_back(self, process: str, seconds: float) -> None: ...
+    def on_start_failed(self, process: str, reason: str) -> None: ...
     def on_recovered(self, seconds: float) -> None: ...
     def on_reloaded(self, changed: tuple[str, ...], needs_restart: tuple[str, ...]) -> None: ...
     def on_reload_refused(self, reason: str) -> None: ...
@@ -56,9 +61,10 @@ class LogReporter:
         self._url = url
         log.info("listening", url=url)
 
-    def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None:
+    def on_settled(self, model: Model, settings: Settings) -> None:
         log.info("model_resolved", model=model.name, architecture=model.info.architecture, device=settings.device, dtype=settings.dtype)
-        log.info("threads_set", worker=threads, others=1)
+        threads, cpus = thread_environment(settings.workers[0].num_threads), [worker.cpus for worker in settings.workers]
+        log.info("threads_set", worker=threads, others=1, ranks=len(cpus), cpus=cpus)
         plan, swap = settings.plan, settings.swap
         if plan is None:
             log.info("swap_planned", swap_bytes=swap.size_bytes, num_swap_slots=swap.num_slots)
@@ -95,6 +101,9 @@ class LogReporter:
 
     def on_process_back(self, process: str, seconds: float) -> None:
         log.info("process_restarted", child=process, seconds=round(seconds, 2))
+
+    def on_start_failed(self, process: str, reason: str) -> None:
+        log.error("start_failed", child=process, reason=reason)
 
     def on_recovered(self, seconds: float) -> None:
         log.info("server_ready", seconds=round(seconds, 2))
@@ -155,19 +164,18 @@ class ConsoleReporter:
     def on_listening(self, url: str) -> None:
         self._url = url
 
-    def on_settled(self, model: Model, settings: Settings, threads: dict[str, str]) -> None:
+    def on_settled(self, model: Model, settings: Settings) -> None:
         self._end_bar()  # of a download
         self._model = settings.frontend.model_names[0]
         self._console.print(f"[bold]{self._model}[/]  {model.info.architecture}, {settings.dtype} on {settings.device}")
-        worker_threads = threads["OMP_NUM_THREADS"]
-        self._console.print(f"threads: {worker_threads} for the worker, 1 for each other process, waiting without spinning")
+        self._console.print(f"threads: {show_threads(settings.workers)}, 1 for each other process, waiting without spinning")
         if settings.plan is not None:
-            self._console.print(memory_table(settings.plan))
+            self._console.print(memory_table(settings.plan, len(settings.workers)))
         else:
             self._console.print(f"swap arena: {show_bytes(settings.swap.size_bytes)} of host memory, {show_slots(settings.swap)}")
         for note in settings.swap.notes if settings.plan is None else settings.plan.notes:
             self._console.print(f"[yellow]note[/] {note}")
-        self._show_progress("worker 0", "starting", None, "")
+        self._show_progress(group_name(len(settings.workers)), "starting", None, "")
 
     def on_progress(self, process: str, progress: messages.Progress) -> None:
         self._show_progress(process, progress.phase, progress.fraction, progress.detail)
@@ -186,6 +194,9 @@ class ConsoleReporter:
 
     def on_process_back(self, process: str, seconds: float) -> None:
         self._print(f"{process} is back after {seconds:.1f} s")
+
+    def on_start_failed(self, process: str, reason: str) -> None:
+        self._print(f"{process} could not be started: {reason}; trying again", style="yellow")
 
     def on_recovered(self, seconds: float) -> None:
         self._end_bar()
@@ -227,9 +238,10 @@ class ConsoleReporter:
             self._tasks.clear()
 
 
-def memory_table(plan: MemoryPlan) -> Table:
+def memory_table(plan: MemoryPlan, num_ranks: int = 1) -> Table:
     """The plan as a person reads it."""
-    table = Table(title="memory plan", title_justify="left", box=None, show_header=False, padding=(0, 2))
+    title = "memory plan" if num_ranks == 1 else f"memory plan, {num_ranks} ranks together"
+    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
@@ -244,8 +256,17 @@ def memory_table(plan: MemoryPlan) -> Table:
     return table
 
 
+def show_threads(workers: Sequence[WorkerConfig]) -> str:
+    """`2 for the worker`, or what each of several has."""
+    count = workers[0].num_threads
+    if len(workers) == 1:
+        return f"{count} for the worker"
+    own = [" ".join(map(str, worker.cpus)) for worker in workers if worker.cpus]
+    return f"{count} for each of {len(workers)} workers" + (f" on processors of its own ({' | '.join(own)})" if own else "")
+
+
 def show_slots(swap: SwapPlan) -> str:
-    return f"{swap.num_slots} slots of {show_bytes(swap.slot_bytes)}" if swap.num_slots else "preempted requests are computed again"
+    return f"{swap.num_slots} slots of {show_bytes(swap.num_regions * swap.slot_bytes)}" if swap.num_slots else "preempted requests are computed again"
 
 
 def banner(url: str, model: str, has_key: bool) -> str:

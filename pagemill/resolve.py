@@ -16,10 +16,11 @@ from pagemill.config import Device, Dtype, FrontendConfig, SchedulerConfig, Serv
 from pagemill.errors import UsageError
 from pagemill.injection import parse_fault
 from pagemill.machine import Machine
-from pagemill.memory_plan import DTYPE_BYTES, OVERHEAD_BYTES, MemoryPlan, MemoryRequest, plan_memory
+from pagemill.memory_plan import MemoryPlan, MemoryRequest, overhead_in_memory, plan_memory, plan_swap_for, rank_block_bytes
 from pagemill.model_info import ModelInfo
-from pagemill.swap_plan import SwapPlan, plan_swap
-from pagemill.threads import worker_threads
+from pagemill.swap_plan import SwapPlan
+from pagemill.tensor_parallel import check_divides
+from pagemill.threads import rank_cpus, worker_threads
 
 #: Waiting sequences per seat in a step; more are refused with 429, for they would time out anyway.
 _QUEUE_PER_SEAT = 16
@@ -62,7 +63,7 @@ class Settings:
     swap: SwapPlan
     frontend: FrontendConfig
     scheduler: SchedulerConfig
-    worker: WorkerConfig
+    workers: tuple[WorkerConfig, ...]  #: by rank
 
 
 def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
@@ -86,7 +87,14 @@ def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
 def choose_device(options: ServeOptions, machine: Machine) -> Device:
     if options.device == "cuda" and not machine.has_cuda:
         raise UsageError("--device cuda: no GPU that the installed torch can use; take --device cpu, or install Pagemill with its extra `cuda`")
-    return "cuda" if machine.has_cuda and options.device != "cpu" else "cpu"
+    if not machine.has_cuda or options.device == "cpu":
+        return "cpu"
+    if machine.num_gpus < options.tensor_parallel_size:
+        raise UsageError(
+            f"--tensor-parallel-size {options.tensor_parallel_size} needs as many GPUs, one for each rank, but there"
+            f" {'is 1' if machine.num_gpus == 1 else f'are {machine.num_gpus}'}; lower it, or take --device cpu"
+        )
+    return "cuda"
 
 
 def choose_dtype(options: ServeOptions, device: Device, machine: Machine) -> Dtype:
@@ -99,6 +107,7 @@ def choose_dtype(options: ServeOptions, device: Device, machine: Machine) -> Dty
 
 def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secrets, *, reads_priority: bool) -> Settings:
     """Decides everything. Raises UsageError."""
+    check_divides(model.info, options.tensor_parallel_size)
     device = choose_device(options, machine)
     dtype = choose_dtype(options, device, machine)
     on_cpu = device == "cpu"
@@ -111,6 +120,8 @@ def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secre
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or (512 if on_cpu else 8192),
         dtype=dtype,
+        num_ranks=options.tensor_parallel_size,
+        num_frontends=options.frontends,
     )
     plan = plan_memory(model.info, request, total_bytes=machine.total_bytes, available_bytes=machine.available_bytes) if on_cpu else None
     swap = plan.swap if plan is not None else _swap_beside_a_card(model.info, request, machine)
@@ -121,9 +132,9 @@ def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secre
         dtype=dtype,
         plan=plan,
         swap=swap,
-        frontend=_frontend(options, model, secrets, reads_priority),
+        frontend=_frontend(options, model, request, secrets, reads_priority),
         scheduler=_scheduler(options, device, request),
-        worker=_worker(options, model, machine, device, request, plan, swap),
+        workers=_workers(options, model, machine, device, request, plan, swap),
     )
 
 
@@ -140,19 +151,17 @@ def resettle(settings: Settings, options: ServeOptions, secrets: Secrets) -> Set
             log_level=options.log_level,
         ),
         scheduler=msgspec.structs.replace(settings.scheduler, log_level=options.log_level),
-        worker=msgspec.structs.replace(settings.worker, log_level=options.log_level),
+        workers=tuple(msgspec.structs.replace(worker, log_level=options.log_level) for worker in settings.workers),
     )
 
 
 def _swap_beside_a_card(info: ModelInfo, request: MemoryRequest, machine: Machine) -> SwapPlan:
-    """The KV pool lies on the card and is known here only if the operator sized it; host memory has nothing else to hold for long."""
-    block_bytes = info.kv_bytes_per_token(DTYPE_BYTES[request.dtype]) * request.block_size
-    pool_bytes = request.num_blocks * block_bytes or request.kv_cache_bytes
-    free_bytes = machine.available_bytes - OVERHEAD_BYTES
-    return plan_swap(request.swap_bytes, "cuda", block_bytes=block_bytes, pool_bytes=pool_bytes, free_bytes=free_bytes)
+    """The KV pool lies on cards and is known here only if the operator sized it; host memory has nothing else to hold for long."""
+    num_blocks = request.num_blocks or request.kv_cache_bytes // (rank_block_bytes(info, request) * request.num_ranks)
+    return plan_swap_for(info, request, "cuda", num_blocks=num_blocks, free_bytes=machine.available_bytes - overhead_in_memory(info, request))
 
 
-def _frontend(options: ServeOptions, model: Model, secrets: Secrets, reads_priority: bool) -> FrontendConfig:
+def _frontend(options: ServeOptions, model: Model, request: MemoryRequest, secrets: Secrets, reads_priority: bool) -> FrontendConfig:
     return FrontendConfig(
         model_path=str(model.path),
         model_names=options.served_model_name or (model.name,),
@@ -168,6 +177,7 @@ def _frontend(options: ServeOptions, model: Model, secrets: Secrets, reads_prior
         num_frontends=options.frontends,
         max_queue_time_s=options.max_queue_time,
         max_num_queued=_QUEUE_PER_SEAT * options.max_num_seqs,
+        max_queued_tokens=_QUEUED_STEPS * request.max_num_batched_tokens,
         max_connections=_connections_each(options),
         log_format=options.log_format,
         log_level=options.log_level,
@@ -181,7 +191,7 @@ def _connections_each(options: ServeOptions) -> int:
 
 def _scheduler(options: ServeOptions, device: Device, request: MemoryRequest) -> SchedulerConfig:
     return SchedulerConfig(
-        num_workers=1,
+        num_workers=options.tensor_parallel_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
         scheduling_policy=options.scheduling_policy,
@@ -199,13 +209,14 @@ def _scheduler(options: ServeOptions, device: Device, request: MemoryRequest) ->
     )
 
 
-def _worker(
+def _workers(
     options: ServeOptions, model: Model, machine: Machine, device: Device, request: MemoryRequest, plan: MemoryPlan | None, swap: SwapPlan
-) -> WorkerConfig:
+) -> tuple[WorkerConfig, ...]:
+    num_ranks = options.tensor_parallel_size
     deterministic = {None: "auto", True: "on", False: "off"}[options.deterministic]
-    return WorkerConfig(
+    first = WorkerConfig(
         rank=0,
-        num_workers=1,
+        num_workers=num_ranks,
         model_path=str(model.path),
         # Who asks for float32 gets every bit a GGUF file has. Otherwise the folder's bfloat16 weights are served, also
         # where the arithmetic is float32: they are half the bytes, and a decode step reads each of them once.
@@ -214,13 +225,17 @@ def _worker(
         dtype=request.dtype,
         block_size=request.block_size,
         num_blocks=plan.num_blocks if plan is not None else options.num_blocks,
-        kv_cache_bytes=plan.kv_bytes if plan is not None else options.kv_cache_memory,
-        swap_bytes=swap.size_bytes,
+        kv_cache_bytes=(plan.kv_bytes if plan is not None else options.kv_cache_memory) // num_ranks,
+        swap_bytes=swap.region_bytes,
         max_model_len=plan.max_model_len if plan is not None else options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens,
         deterministic=deterministic,  # type: ignore[arg-type]  # the three values are those of the Literal
-        num_threads=worker_threads(machine),
+        num_threads=worker_threads(machine, num_ranks),
+        cpus=(),
         log_format=options.log_format,
         log_level=options.log_level,
     )
+    # On GPUs a rank's threads only launch kernels: they are few, and where they run best depends on the card.
+    cpus = [rank_cpus(machine, rank, num_ranks) if device == "cpu" else () for rank in range(num_ranks)]
+    return tuple(msgspec.structs.replace(first, rank=rank, cpus=cpus[rank]) for rank in range(num_ranks))

@@ -1,4 +1,6 @@
-"""The directory in which one server's sockets live: fresh, private, short-named, and gone afterwards.
+"""The directory in which one server's processes meet: fresh, private, short-named, and gone afterwards.
+
+It holds the sockets of the scheduler with its peers, and the file through which ranks that are several find each other.
 
 A server that is killed cannot tidy up, so the next one does: a directory whose owner no longer holds its
 lock belongs to nobody. The lock is the kernel's and dies with the launcher; children never inherit it.
@@ -18,6 +20,7 @@ from pagemill.errors import UsageError
 from pagemill.messages import ProcessKind
 
 _PREFIX = "pagemill-run-"
+_RENDEZVOUS = "ranks."
 #: sun_path holds 108 bytes including the terminating zero.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -48,8 +51,21 @@ def socket_address(directory: str, kind: ProcessKind, index: int, incarnation: i
 
 def remove_sockets(directory: str, scheduler_incarnation: int) -> None:
     """Removes what a scheduler that was killed could not."""
-    for path in Path(directory).glob(f"*.{scheduler_incarnation}"):
-        path.unlink(missing_ok=True)
+    try:
+        for path in Path(directory).glob(f"*.{scheduler_incarnation}"):
+            path.unlink(missing_ok=True)
+    except OSError:  # there may be no descriptor left to look with; they go with the directory
+        pass
+
+
+def rendezvous_path(directory: str, incarnation: int) -> str:
+    """Where the ranks of one incarnation of the workers find each other: a file that the first of them makes, and that no other group may see."""
+    return f"{directory}/{_RENDEZVOUS}{incarnation}"
+
+
+def remove_rendezvous(directory: str, incarnation: int) -> None:
+    """After the last of these ranks."""
+    Path(rendezvous_path(directory, incarnation)).unlink(missing_ok=True)
 
 
 def sweep(parent: Path) -> None:
@@ -77,10 +93,11 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
 
 
 def _remove(path: Path) -> None:
-    """Sockets, then the directory; one that holds anything else was never ours and stays."""
+    """What servers make, then the directory; one that holds anything else was never ours and stays."""
     try:
         for entry in os.scandir(path):
-            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISSOCK(mode) or (stat.S_ISREG(mode) and entry.name.startswith(_RENDEZVOUS)):
                 os.unlink(entry.path)
         path.rmdir()
     except OSError:

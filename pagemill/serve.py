@@ -35,6 +35,7 @@ from pagemill.reload import Reloader
 from pagemill.reporting import Reporter, make_reporter
 from pagemill.resolve import Model, Secrets, Settings, check_options, settle
 from pagemill.run_directory import run_directory
+from pagemill.tensor_parallel import collective_environment
 from pagemill.threads import thread_environment
 
 _KEY_VARIABLE = "PAGEMILL_API_KEY"
@@ -61,7 +62,7 @@ def main(options: ServeOptions, read_options: Callable[[], ServeOptions]) -> int
             reporter.on_listening(url_of(listener))
             model = find_model(options.model, reporter)
             settings = settle(options, model, read_machine(), keys, reads_priority=policies.get(options.scheduling_policy, False))
-            reporter.on_settled(model, settings, thread_environment(settings.worker.num_threads))
+            reporter.on_settled(model, settings)
             reloader = Reloader(
                 options,
                 keys,
@@ -75,7 +76,7 @@ def main(options: ServeOptions, read_options: Callable[[], ServeOptions]) -> int
 
 def _launch(reloader: Reloader, model: Model, listener: socket.socket, reporter: Reporter) -> int:
     options, settings = reloader.options, reloader.settings
-    arena_bytes = settings.worker.swap_bytes * settings.worker.num_workers
+    arena_bytes = settings.swap.size_bytes
     with run_directory() as directory, kept_arena(arena_bytes) as arena_fd, kept_directory() as directory_fd:
 
         def make_specs(wanted: Settings) -> list[ProcessSpec]:
@@ -85,7 +86,7 @@ def _launch(reloader: Reloader, model: Model, listener: socket.socket, reporter:
             make_specs(settings),
             directory=directory,
             token=secrets.token_bytes(32),
-            ready_timeout_s=_READY_TIMEOUT_S + model.info.weight_bytes / _SLOWEST_READ_BYTES_PER_S + settings.worker.swap_bytes / _SLOWEST_TOUCH_BYTES_PER_S,
+            ready_timeout_s=_READY_TIMEOUT_S + model.info.weight_bytes / _SLOWEST_READ_BYTES_PER_S + arena_bytes / _SLOWEST_TOUCH_BYTES_PER_S,
             restart_limit=options.restart_limit,
             drain_timeout_s=float(options.drain_timeout),
             observer=reporter,
@@ -110,10 +111,10 @@ def _reload(reloader: Reloader, make_specs: Callable[[Settings], list[ProcessSpe
 def process_specs(settings: Settings, listen_fd: int, arena_fd: int = NONE, directory_fd: int = NONE) -> list[ProcessSpec]:
     """Frontends first, so that somebody answers on the port as early as possible."""
     one_thread = _environment(thread_environment(1))
-    worker = _environment(thread_environment(settings.worker.num_threads))
+    rank = _environment(thread_environment(settings.workers[0].num_threads) | collective_environment())
     return [
         *(ProcessSpec("frontend", index, _command("frontend"), one_thread, settings.frontend, listen_fd) for index in range(settings.frontend.num_frontends)),
-        ProcessSpec("worker", 0, _command("worker"), worker, settings.worker, arena_fd=arena_fd),
+        *(ProcessSpec("worker", worker.rank, _command("worker"), rank, worker, arena_fd=arena_fd) for worker in settings.workers),
         ProcessSpec("scheduler", 0, _command("scheduler"), one_thread, settings.scheduler, directory_fd=directory_fd),
     ]
 
@@ -179,9 +180,9 @@ def _command(kind: ProcessKind) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", package)
 
 
-def _environment(threads: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without the key, with thread settings, and with the way to our packages where the launcher found them by the current folder."""
-    environment = {name: value for name, value in os.environ.items() if name != _KEY_VARIABLE} | dict(threads)
+def _environment(libraries: Mapping[str, str]) -> dict[str, str]:
+    """Ours, without the key, with what libraries read, and with the way to our packages where the launcher found them by the current folder."""
+    environment = {name: value for name, value in os.environ.items() if name != _KEY_VARIABLE} | dict(libraries)
     if not sys.flags.safe_path and sys.path and Path(sys.path[0] or ".").resolve() == ROOT:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     return environment

@@ -22,30 +22,40 @@ AUTO_AT_MOST: dict[Device, int] = {"cpu": GIB, "cuda": 32 * GIB}
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """The arena of one rank: whole slots, one for each block that can lie there."""
+    """The arena: a region for each distinct shard of the KV, of as many whole slots as blocks can lie there."""
 
-    num_slots: int
-    slot_bytes: int
+    num_slots: int  #: of every region; a block that is swapped takes the same one in all
+    slot_bytes: int  #: of one region
+    num_regions: int = 1
     notes: tuple[str, ...] = ()
 
     @property
-    def size_bytes(self) -> int:
+    def region_bytes(self) -> int:
         return self.num_slots * self.slot_bytes
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole arena."""
+        return self.num_regions * self.region_bytes
 
-def plan_swap(asked: int | None, device: Device, *, block_bytes: int, pool_bytes: int, free_bytes: int) -> SwapPlan:
-    """`asked` is in bytes, None is automatic; `pool_bytes` is 0 if unknown; `free_bytes` are left beside all else. Raises UsageError."""
+
+def plan_swap(asked: int | None, device: Device, *, block_bytes: int, num_regions: int, num_blocks: int, free_bytes: int) -> SwapPlan:
+    """`asked` is in bytes of the whole arena, None is automatic; `block_bytes` are those of one region; `num_blocks` has the pool, 0 if unknown.
+
+    `free_bytes` are left beside all else. Raises UsageError.
+    """
     slot_bytes = slot_bytes_for(block_bytes)
+    everywhere = num_regions * slot_bytes  # what one swapped block takes in all regions
     free_bytes = max(free_bytes, 0)
     if asked is None:
-        share = min(free_bytes // 2, AUTO_AT_MOST[device], 2 * pool_bytes or AUTO_AT_MOST[device])
+        share = min(free_bytes // 2, AUTO_AT_MOST[device], 2 * num_blocks * num_regions * block_bytes or AUTO_AT_MOST[device])
         note = f"no swap space: {free_bytes} bytes of memory are left beside weights and KV pool; preempted requests are computed again"
-        return SwapPlan(share // slot_bytes, slot_bytes, () if share >= slot_bytes else (note,))
-    if 0 < asked < slot_bytes:
-        raise UsageError(f"--swap-memory {asked} holds no block: one takes {slot_bytes} bytes; raise it, or take 0 for none")
+        return SwapPlan(share // everywhere, slot_bytes, num_regions, () if share >= everywhere else (note,))
+    if 0 < asked < everywhere:
+        raise UsageError(f"--swap-memory {asked} holds no block: one takes {everywhere} bytes; raise it, or take 0 for none")
     if asked > free_bytes:
         raise UsageError(
             f"--swap-memory asks for {asked / GIB:.1f} GiB, but {free_bytes / GIB:.1f} GiB of memory are left beside weights and KV pool;"
             f" lower it to {free_bytes} or less, or take 0 for none"
         )
-    return SwapPlan(asked // slot_bytes, slot_bytes)
+    return SwapPlan(asked // everywhere, slot_bytes, num_regions)

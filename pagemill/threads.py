@@ -1,7 +1,8 @@
-"""How many threads each process may use, as environment variables that are set before it starts.
+"""How many threads each process may use, and on which processors: decided before it starts.
 
-OpenMP and its like read them once, when they are loaded. Waiting must not spin: on a small machine one
-process spinning for work takes the core on which another would produce it. Pure.
+OpenMP and its like read the number from environment variables once, when they are loaded. Waiting must not spin: on a
+small machine one process spinning for work takes the core on which another would produce it. Tensor-parallel ranks
+compute at the same time and wait for each other, so each has cores of its own, or one thread if there are too few. Pure.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from pagemill.machine import Machine
 _SMALL_MACHINE = 4
 
 
-def worker_threads(machine: Machine) -> int:
-    """Threads for the forward pass. The other processes run while it waits for them, and need little."""
-    return machine.num_cpus if machine.num_cpus <= _SMALL_MACHINE else machine.num_cores
+def worker_threads(machine: Machine, num_ranks: int = 1) -> int:
+    """Threads for the forward pass of each rank. The other processes run while it waits for them, and need little."""
+    return max(1, (machine.num_cpus if machine.num_cpus <= _SMALL_MACHINE else machine.num_cores) // num_ranks)
+
+
+def rank_cpus(machine: Machine, rank: int, num_ranks: int) -> tuple[int, ...]:
+    """The processors that are one rank's own. None, which is any, if it is alone or cores are fewer than ranks."""
+    if num_ranks == 1 or machine.num_cores < num_ranks:
+        return ()
+    first, end = (len(machine.cores) * number // num_ranks for number in (rank, rank + 1))
+    return tuple(cpu for core in machine.cores[first:end] for cpu in core)
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

@@ -237,7 +237,7 @@ def test_two_servers_run_at_once_and_a_taken_port_is_refused() -> None:
         (["--swap-memory", "100TB"], "--swap-memory asks for 93132.3 GiB, but"),
         (["--preemption", "swap", "--swap-memory", "0"], "--preemption swap has nowhere to swap to with --swap-memory 0"),
         (["--host", "0.0.0.0"], "would let others in without a key"),
-        (["--tensor-parallel-size", "2"], "no --tensor-parallel-size"),
+        (["--tensor-parallel-size", "3"], "8 attention heads, 4 KV heads and an intermediate size of 160 cannot be divided among 3 ranks"),
     ],
 )
 def test_what_cannot_work_ends_in_one_line_with_exit_code_2(argv: list[str], says: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from pagemill.errors import UsageError
-from pagemill.memory_plan import OVERHEAD_BYTES, MemoryPlan, MemoryRequest, plan_memory
+from pagemill.memory_plan import OVERHEAD_BYTES, RANK_OVERHEAD_BYTES, TOKENIZER_BYTES_PER_ID, MemoryPlan, MemoryRequest, plan_memory
 from pagemill.model_info import ModelInfo
 
 GIB = 1024**3
@@ -22,14 +22,23 @@ INFO = ModelInfo(
     head_dim=16,
     vocab_size=1000,
     context_length=4096,
-    sliding_window=0,
+    windows=(0, 0),
     tied_embeddings=True,
     eos_token_ids=(2,),
     num_parameters=1_000_000,
     weight_bytes=2_000_000,
 )
 AUTO = MemoryRequest(
-    num_blocks=0, kv_cache_bytes=0, swap_bytes=None, block_size=16, max_model_len=0, max_num_seqs=4, max_num_batched_tokens=512, dtype="float32"
+    num_blocks=0,
+    kv_cache_bytes=0,
+    swap_bytes=None,
+    block_size=16,
+    max_model_len=0,
+    max_num_seqs=4,
+    max_num_batched_tokens=512,
+    dtype="float32",
+    num_ranks=1,
+    num_frontends=1,
 )
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # K and V, layers, KV heads, head_dim, float32, tokens
 
@@ -52,7 +61,7 @@ def test_the_pool_is_never_larger_than_its_users_can_fill() -> None:
 
 def test_the_default_pool_takes_half_of_what_is_free_and_a_quarter_of_the_machine_at_most() -> None:
     free = 40 * 2**20
-    available = plan().weight_bytes + plan().activation_bytes + OVERHEAD_BYTES + free
+    available = plan().weight_bytes + plan().activation_bytes + plan().overhead_bytes + free
     assert plan(available=available, max_num_seqs=64).kv_bytes == free // 2
     quarter = plan(total=32 * 2**20, max_num_seqs=4096)
     assert quarter.kv_bytes == 8 * 2**20
@@ -83,9 +92,16 @@ def test_the_plan_adds_up() -> None:
     assert made.total_bytes <= made.available_bytes
 
 
+def test_every_frontend_has_a_tokenizer_which_a_large_vocabulary_makes_large() -> None:
+    assert plan().overhead_bytes == OVERHEAD_BYTES + 1000 * TOKENIZER_BYTES_PER_ID
+    assert plan(num_frontends=3).overhead_bytes == OVERHEAD_BYTES + 3000 * TOKENIZER_BYTES_PER_ID
+    gemma = plan(info=structs.replace(INFO, vocab_size=262_144))
+    assert 540 * 2**20 < gemma.overhead_bytes - OVERHEAD_BYTES < 600 * 2**20
+
+
 def free_for(size: int) -> int:
     """What must be available for `size` bytes to be left after weights, activations and overhead."""
-    return plan().weight_bytes + plan().activation_bytes + OVERHEAD_BYTES + size
+    return plan().weight_bytes + plan().activation_bytes + plan().overhead_bytes + size
 
 
 def test_the_default_swap_space_is_twice_the_pool_or_half_of_what_is_left() -> None:
@@ -103,6 +119,26 @@ def test_swap_space_that_is_asked_for_leaves_less_to_the_default_pool() -> None:
     nearly_all = plan(available=free_for(100 * BLOCK_BYTES), swap_bytes=99 * BLOCK_BYTES)
     assert (nearly_all.swap.num_slots, nearly_all.num_blocks) == (99, 1)
     assert plan(available=free_for(100 * BLOCK_BYTES), swap_bytes=0).num_blocks == 50
+
+
+def test_ranks_divide_weights_and_blocks_and_repeat_the_rest() -> None:
+    one, two = plan(num_blocks=10), plan(num_blocks=10, num_ranks=2)
+    norms = (2 * 2 + 1) * 64
+    assert two.weight_bytes == one.weight_bytes + 4 * norms
+    assert (two.block_bytes, two.kv_bytes) == (one.block_bytes, one.kv_bytes), "each holds one of the two KV heads"
+    assert (two.swap.num_regions, two.swap.slot_bytes, two.swap.size_bytes) == (2, BLOCK_BYTES // 2, one.swap.size_bytes)
+    assert two.overhead_bytes == one.overhead_bytes + RANK_OVERHEAD_BYTES
+    assert one.activation_bytes < two.activation_bytes <= 2 * one.activation_bytes
+    parts = two.weight_bytes, two.activation_bytes, two.kv_bytes, two.swap.size_bytes, two.overhead_bytes
+    assert two.total_bytes == sum(parts)
+
+
+def test_ranks_that_hold_the_same_kv_heads_each_have_them_in_the_pool_and_share_them_in_the_arena() -> None:
+    two, four = plan(num_blocks=10, num_ranks=2), plan(num_blocks=10, num_ranks=4)
+    assert four.block_bytes == 2 * two.block_bytes
+    kv_projections = 2 * 2 * 64 * 2 * 16
+    assert four.weight_bytes == two.weight_bytes + 4 * (2 * (2 * 2 + 1) * 64 + kv_projections)
+    assert four.swap == two.swap
 
 
 @pytest.mark.parametrize(
@@ -131,13 +167,26 @@ def test_what_cannot_work_is_refused_with_the_flag_to_change(changes: dict[str, 
     assert "\n" not in str(refused.value)
 
 
-def test_a_sliding_window_limits_the_length_by_itself_and_refuses_a_longer_one() -> None:
-    windowed = structs.replace(INFO, sliding_window=1024)
-    assert plan(info=windowed).max_model_len == 1024
-    assert "sliding window limits max_model_len to 1024" in plan(info=windowed).notes[0]
-    with pytest.raises(UsageError, match="sliding-window attention is not supported: --max-model-len may be at most the window of 1024"):
-        plan(info=windowed, max_model_len=1025)
+def test_layers_with_a_window_need_few_blocks_for_a_long_sequence() -> None:
+    hybrid = structs.replace(INFO, num_layers=6, windows=(64, 64, 0, 64, 64, 0))
+    made = plan(info=hybrid, num_blocks=40, max_num_batched_tokens=16)
+    assert made.block_bytes == BLOCK_BYTES, "of two layers, as all groups have them"
+    # Two window groups hold five blocks each when a window of 64 positions ends within a block; 30 are left.
+    assert made.max_model_len == 30 * 16
+    assert made.num_slots == 40 * 16 * 30 // 40
+    assert plan(info=hybrid).num_blocks == 4 * (256 + 2 * 37), "each group has what a chunk and a window before it can touch"
 
 
-def test_a_window_that_never_closes_changes_nothing() -> None:
-    assert plan(info=structs.replace(INFO, sliding_window=4096)) == plan()
+def test_a_model_of_windows_alone_is_not_limited_by_the_pool() -> None:
+    windowed = structs.replace(INFO, windows=(64, 64))
+    assert plan(info=windowed, num_blocks=5).max_model_len == 4096
+    assert plan(info=windowed, num_blocks=4).max_model_len == 64
+    with pytest.raises(UsageError, match=r"--max-model-len 65 does not fit: the KV pool holds 64 tokens .*; lower it to 64, or raise --num-blocks"):
+        plan(info=windowed, num_blocks=4, max_model_len=65)
+
+
+def test_a_pool_without_a_block_for_each_group_is_refused() -> None:
+    hybrid = structs.replace(INFO, num_layers=6, windows=(64, 64, 0, 64, 64, 0))
+    with pytest.raises(UsageError, match="a KV pool of 2 blocks holds no token: each of the model's 3 groups of layers needs one; raise --num-blocks"):
+        plan(info=hybrid, num_blocks=2)
+    assert plan(info=hybrid, num_blocks=3).max_model_len == 16

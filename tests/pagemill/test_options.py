@@ -17,6 +17,7 @@ FLAGS = [
     "--device",
     "--dtype",
     "--max-model-len",
+    "--tensor-parallel-size",
     "--deterministic",
     "--host",
     "--port",
@@ -94,8 +95,8 @@ def test_large_sizes_lose_no_byte() -> None:
 
 
 def test_spellings_of_vllm_mean_the_same() -> None:
-    theirs = parse("--kv-cache-memory-bytes", "1GiB", "--num-gpu-blocks-override", "7", "--no-enable-prefix-caching")
-    assert theirs == parse("--kv-cache-memory", "1GiB", "--num-blocks", "7", "--no-prefix-caching")
+    theirs = parse("--kv-cache-memory-bytes", "1GiB", "--num-gpu-blocks-override", "7", "--no-enable-prefix-caching", "-tp", "4")
+    assert theirs == parse("--kv-cache-memory", "1GiB", "--num-blocks", "7", "--no-prefix-caching", "--tensor-parallel-size", "4")
     assert not theirs.prefix_caching
 
 

@@ -53,7 +53,7 @@ def test_what_may_change_reaches_the_configs_and_the_launcher() -> None:
         before.frontend, api_keys=("new",), admin_keys=("admin",), log_level="debug", max_queue_time_s=7, max_connections=100
     )
     assert settings.scheduler == msgspec.structs.replace(before.scheduler, log_level="debug")
-    assert settings.worker == msgspec.structs.replace(before.worker, log_level="debug")
+    assert settings.workers[0] == msgspec.structs.replace(before.workers[0], log_level="debug")
 
 
 def test_the_runs_own_secret_stays_so_that_cached_prefixes_do() -> None:

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from pagemill.messages import Progress
 from pagemill.reporting import ConsoleReporter, LogReporter, banner, memory_table, show_bytes
-from pagemill.threads import thread_environment
 from tests.pagemill.test_memory_plan import plan
 from tests.pagemill.test_resolve import MODEL, settled
 
@@ -44,24 +43,45 @@ def test_without_swap_space_the_table_says_what_happens_instead() -> None:
 
 def test_beside_a_card_the_arena_is_shown_without_a_plan() -> None:
     reporter, out = rendered()
-    reporter.on_settled(MODEL, settled({"has_cuda": True}, num_blocks=512), thread_environment(2))
+    reporter.on_settled(MODEL, settled({"num_gpus": 1}, num_blocks=512))
     assert "swap arena: 8.0 MiB of host memory, 1024 slots of 8.0 KiB" in out.getvalue()
 
 
 def test_a_machine_reads_of_the_arena_with_and_without_a_plan() -> None:
     with structlog.testing.capture_logs() as lines:
-        for machine in ({}, {"has_cuda": True}):
-            LogReporter().on_settled(MODEL, settled(machine, num_blocks=512, max_num_seqs=2), thread_environment(2))
+        for machine in ({}, {"num_gpus": 1}):
+            LogReporter().on_settled(MODEL, settled(machine, num_blocks=512, max_num_seqs=2))
     planned = [line for line in lines if line["event"] in ("memory_planned", "swap_planned")]
     assert [line["num_swap_slots"] for line in planned] == [1024, 1024]
     assert [line["swap_bytes"] for line in planned] == [1024 * 8192, 1024 * 8192]
+
+
+def test_several_ranks_are_shown_together_with_the_processors_of_each() -> None:
+    reporter, out = rendered()
+    reporter.on_settled(MODEL, settled(num_blocks=10, tensor_parallel_size=2))
+    text = out.getvalue()
+    assert "threads: 1 for each of 2 workers on processors of its own (0 | 1), 1 for each other process" in text
+    assert "memory plan, 2 ranks together" in text
+    assert "10 blocks of 8.0 KiB, 160 tokens" in text
+    assert "20 slots of 8.0 KiB" in text
+    crowded, out = rendered()
+    crowded.on_settled(MODEL, settled(num_blocks=10, tensor_parallel_size=4))
+    assert "threads: 1 for each of 4 workers, 1 for each other process" in out.getvalue()
+
+
+def test_a_machine_reads_of_each_ranks_processors() -> None:
+    with structlog.testing.capture_logs() as lines:
+        for size in (1, 2, 4):
+            LogReporter().on_settled(MODEL, settled(num_blocks=10, tensor_parallel_size=size))
+    told = [(line["ranks"], line["worker"]["OMP_NUM_THREADS"], line["cpus"]) for line in lines if line["event"] == "threads_set"]
+    assert told == [(1, "2", [()]), (2, "1", [(0,), (1,)]), (4, "1", [()] * 4)]
 
 
 def test_a_start_ends_with_the_banner_and_ready() -> None:
     reporter, out = rendered()
     reporter.on_listening("http://127.0.0.1:8000")
     reporter.on_progress("model", Progress(phase="fetch", fraction=0.5, detail="50 of 100 MiB"))
-    reporter.on_settled(MODEL, settled(num_blocks=10), thread_environment(2))
+    reporter.on_settled(MODEL, settled(num_blocks=10))
     reporter.on_progress("worker 0", Progress(phase="weights", fraction=0.5, detail="half"))
     reporter.on_process_ready("worker 0", "fine")
     reporter.on_ready()
@@ -77,7 +97,12 @@ def test_a_death_and_a_recovery_are_one_line_each() -> None:
     reporter.on_process_lost("worker 0", "worker 0 was killed by SIGKILL", 1, 5)
     reporter.on_process_back("worker 0", 3.24)
     reporter.on_recovered(3.3)
-    assert out.getvalue().splitlines() == ["worker 0 was killed by SIGKILL; restarting (1 of 5 in 10 minutes)", "worker 0 is back after 3.2 s"]
+    reporter.on_start_failed("worker 0", "Cannot allocate memory")
+    assert out.getvalue().splitlines() == [
+        "worker 0 was killed by SIGKILL; restarting (1 of 5 in 10 minutes)",
+        "worker 0 is back after 3.2 s",
+        "worker 0 could not be started: Cannot allocate memory; trying again",
+    ]
 
 
 def test_a_terminal_that_is_gone_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

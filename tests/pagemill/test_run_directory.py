@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagemill.errors import UsageError
-from pagemill.run_directory import remove_sockets, run_directory, socket_address, sweep
+from pagemill.run_directory import remove_rendezvous, remove_sockets, rendezvous_path, run_directory, socket_address, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,17 @@ def test_it_is_private_and_gone_afterwards(tmp_path: Path) -> None:
         assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
         with socket.socket(socket.AF_UNIX) as left_behind:
             left_behind.bind(f"{directory}/w0.0")
+        Path(rendezvous_path(directory, 3)).touch()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_place_where_ranks_meet_is_another_in_each_incarnation_and_can_be_removed(tmp_path: Path) -> None:
+    old, new = (Path(rendezvous_path(str(tmp_path), incarnation)) for incarnation in (1, 11))
+    old.touch()
+    new.touch()
+    for _ in range(2):
+        remove_rendezvous(str(tmp_path), 1)
+        assert list(tmp_path.iterdir()) == [new]
 
 
 def test_the_directory_of_a_killed_server_is_swept_by_the_next(tmp_path: Path) -> None:

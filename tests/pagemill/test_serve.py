@@ -80,6 +80,17 @@ def test_children_are_started_by_name_with_their_threads_and_without_the_key(mon
         assert spec.environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_each_rank_is_a_process_of_its_own_whose_sockets_stay_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    specs = process_specs(settled(tensor_parallel_size=2), listen_fd=5, arena_fd=6)
+    ranks = [spec for spec in specs if spec.kind == "worker"]
+    assert [(spec.index, spec.arena_fd, spec.config) for spec in ranks] == [
+        (rank, 6, worker) for rank, worker in enumerate(settled(tensor_parallel_size=2).workers)
+    ]
+    for spec in ranks:
+        assert [spec.environment[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == ["1", "lo", "lo"]
+
+
 def test_the_arena_is_for_workers_and_the_directory_for_schedulers() -> None:
     specs = process_specs(settled(), listen_fd=5, arena_fd=6, directory_fd=7)
     assert {spec.kind: spec.arena_fd for spec in specs} == {"worker": 6, "frontend": NONE, "scheduler": NONE}

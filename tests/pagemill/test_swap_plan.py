@@ -11,8 +11,8 @@ from pagemill.swap_plan import AUTO_AT_MOST, GIB, SwapPlan, plan_swap
 MIB = 2**20
 
 
-def planned(asked: int | None, device: Device = "cpu", *, block: int = MIB, pool: int = GIB, free: int = 8 * GIB) -> SwapPlan:
-    return plan_swap(asked, device, block_bytes=block, pool_bytes=pool, free_bytes=free)
+def planned(asked: int | None, device: Device = "cpu", *, block: int = MIB, regions: int = 1, pool: int = GIB, free: int = 8 * GIB) -> SwapPlan:
+    return plan_swap(asked, device, block_bytes=block, num_regions=regions, num_blocks=pool // (block * regions), free_bytes=free)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,16 @@ def test_a_size_may_take_all_that_is_left_and_nothing_more() -> None:
     assert str(refused.value) == (
         f"--swap-memory asks for 9.0 GiB, but 8.0 GiB of memory are left beside weights and KV pool; lower it to {8 * GIB} or less, or take 0 for none"
     )
+
+
+def test_regions_share_what_there_is_and_a_block_takes_the_same_slot_in_each() -> None:
+    assert planned(None, regions=4, pool=GIB // 4) == SwapPlan(128, MIB, 4), "a quarter of what one region would have"
+    assert planned(None, regions=4, pool=GIB // 4).size_bytes == planned(None, pool=GIB // 4).size_bytes == 512 * MIB
+    assert planned(None, regions=4, pool=GIB // 4).region_bytes == 128 * MIB
+    assert planned(11 * MIB, regions=4).size_bytes == 8 * MIB
+    with pytest.raises(UsageError, match=f"holds no block: one takes {4 * MIB} bytes"):
+        planned(3 * MIB, regions=4)
+    assert planned(None, regions=4, free=8 * MIB - 2).num_slots == 0
 
 
 def test_a_size_below_one_slot_is_refused() -> None:
