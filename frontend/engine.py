@@ -15,9 +15,10 @@ from typing import Protocol, TypeVar
 
 import zmq
 
-from frontend.errors import internal_error, queue_full, scheduler_silent
+from frontend.errors import internal_error, scheduler_silent
 from frontend.in_flight import LiveSequence, Sink
 from frontend.readiness import Readiness
+from frontend.waiting_room import WaitingRoom
 from pagemill.channels import Channel, ChannelError
 from pagemill.injection import reach
 from pagemill.messages import (
@@ -32,6 +33,7 @@ from pagemill.messages import (
     FinishRequest,
     FrontendToScheduler,
     Hello,
+    Rejection,
     SchedulerReady,
     SchedulerToFrontend,
     SequenceKey,
@@ -40,6 +42,9 @@ from pagemill.messages import (
     StepOutput,
 )
 from pagemill.telemetry import get_logger
+
+#: From one look at who has waited for too long to the next.
+_LOOK_S = 0.25
 
 log = get_logger("frontend.engine")
 
@@ -60,10 +65,9 @@ class Engine:
     """One per frontend process; lives in its event loop."""
 
     def __init__(
-        self, hello: Hello, readiness: Readiness, observers: Sequence[SchedulerObserver], *, max_num_queued: int, on_ready: Callable[[], None] = lambda: None
+        self, hello: Hello, readiness: Readiness, observers: Sequence[SchedulerObserver], room: WaitingRoom, *, on_ready: Callable[[], None] = lambda: None
     ) -> None:
-        self.max_num_queued = max_num_queued  #: sequences that may wait here while there is no scheduler
-        self.retry_after_s: Callable[[], int] = lambda: 1  #: when to come again for whoever finds that many waiting
+        self.room = room  #: of sequences that come while there is no scheduler
         self._hello = hello
         self._readiness = readiness
         self._observers = observers
@@ -79,6 +83,7 @@ class Engine:
         self._replies: dict[int, asyncio.Future[DebugStateReply | DecisionsReply]] = {}  #: by query, while somebody waits
         self._idle = asyncio.Event()
         self._idle.set()
+        self._look: asyncio.TimerHandle | None = None  #: into the room, for those whose time is over
 
     # --- the scheduler comes and goes ---------------------------------------------------------------------
 
@@ -88,8 +93,13 @@ class Engine:
         channel: Channel[FrontendToScheduler, SchedulerToFrontend] = Channel(
             self._context, address, bind=False, hello=self._hello, peer="scheduler", incoming=SchedulerToFrontend
         )
-        channel.attach(asyncio.get_running_loop(), self._receive)
+        channel.attach(asyncio.get_running_loop(), self._receive, self._give_up)
         self._channel = channel
+
+    def _give_up(self, error: ChannelError) -> None:
+        """What is at the other end is not the scheduler of this run."""
+        log.error("scheduler_unusable", error=str(error))
+        self.disconnect()
 
     def disconnect(self) -> None:
         """The scheduler is gone, or is to be forgotten. Sequences wait for the next one, queries fail."""
@@ -99,7 +109,7 @@ class Engine:
         self._channel.close()
         self._num_dropped += self._channel.num_dropped
         self._channel, self._met = None, False
-        self._readiness.peer_lost("scheduler")
+        self._readiness.scheduler_forgotten()
         for observer in self._observers:
             observer.scheduler_lost()
         for reply in self._replies.values():
@@ -109,6 +119,8 @@ class Engine:
     def close(self) -> None:
         """Ends the channel and its context; nothing can be sent afterwards."""
         self.disconnect()
+        if self._look is not None:
+            self._look.cancel()
         self._context.destroy(linger=0)
 
     def _scheduler_ready(self, message: SchedulerReady) -> None:
@@ -148,10 +160,11 @@ class Engine:
         return SequenceKey(frontend=self._hello.index, incarnation=self._hello.incarnation, request=request, choice=choice)
 
     def add(self, requests: Iterable[AddRequest], sink: Sink) -> None:
-        """Hands sequences to the scheduler, or keeps them for the next one. Raises ApiError (429) if too many wait for it already."""
+        """Hands sequences to the scheduler, or keeps them for the next one. Raises ApiError (429) if too much waits for it already."""
         sequences = [LiveSequence(request, sink) for request in requests]
-        if not self._met and len(sequences) + self._num_kept() > self.max_num_queued:
-            raise queue_full(self.retry_after_s())
+        if not self._met:
+            self.room.admit(sequences, asyncio.get_running_loop().time())
+            self._look_soon()
         reach("frontend.submit")
         for sequence in sequences:
             self._live[sequence.key] = sequence
@@ -242,14 +255,31 @@ class Engine:
         return True
 
     def _send_sequence(self, sequence: LiveSequence, request: AddRequest) -> None:
-        if self._send(request):
+        """Where that fails, the next scheduler is given it."""
+        now = asyncio.get_running_loop().time()
+        if self._send(self.room.shortened(request, now)):
             sequence.sent = True
+            self.room.leave(sequence.key)
+        elif not sequence.sent:
+            self.room.keep(sequence, now)
+            self._look_soon()
 
-    def _num_kept(self) -> int:
-        return sum(not sequence.sent for sequence in self._live.values())
+    def _look_soon(self) -> None:
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_into_room)
+
+    def _look_into_room(self) -> None:
+        """Ends those that have waited for too long, again and again as long as anybody waits."""
+        self._look = None
+        for rejection in self.room.expired(asyncio.get_running_loop().time()):
+            if rejection.key in self._live:  # not ended with another one of its request
+                self._reject(rejection)
+        if self.room:
+            self._look_soon()
 
     def _forget(self, key: SequenceKey) -> LiveSequence | None:
         sequence = self._live.pop(key, None)
+        self.room.leave(key)
         if not self._live:
             self._idle.set()
         return sequence
@@ -270,7 +300,7 @@ class Engine:
                     reply.set_result(message)
 
     def _step_output(self, message: StepOutput) -> None:
-        if message.epoch < self._epoch:
+        if message.epoch < self._epoch or message.frontend != self._hello.index:
             self._num_dropped += len(message.outputs) + len(message.rejections)
             return
         self._epoch = message.epoch
@@ -281,11 +311,18 @@ class Engine:
             else:
                 self._deliver(sequence, output)
         for rejection in message.rejections:
-            sequence = self._forget(rejection.key)
-            if sequence is None:
-                self._num_dropped += 1
-            else:
-                sequence.sink.rejected(rejection)
+            self._reject(rejection)
+
+    def _reject(self, rejection: Rejection) -> None:
+        sequence = self._forget(rejection.key)
+        if sequence is None:
+            self._num_dropped += 1
+            return
+        try:
+            sequence.sink.rejected(rejection)
+        except Exception:
+            log.exception("rejection_failed", request_id=sequence.request.request_id)
+            sequence.sink.failed(internal_error())
 
     def _deliver(self, sequence: LiveSequence, output: SequenceOutput) -> None:
         """Whatever goes wrong with one output is its own request's misfortune."""

@@ -161,7 +161,7 @@ class Generation:
 
     def rejected(self, rejection: Rejection) -> None:
         self._load.started()
-        self._fail(rejected(rejection, self._engine.retry_after_s()))
+        self._fail(rejected(rejection, self._engine.room.retry_after_s()))
 
     def failed(self, error: ApiError) -> None:
         self._fail(error)

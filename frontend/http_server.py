@@ -73,6 +73,14 @@ class HttpServer(uvicorn.Server):
         listeners = sockets or []
         await super().serve([*listeners, *(listener.dup() for listener in listeners for _ in range(1, NUM_LISTENERS))])
 
+    @property
+    def num_open_connections(self) -> int:
+        return len(self.server_state.connections)
+
+    @property
+    def num_refused_connections(self) -> int:
+        return self.limit.num_refused
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -46,6 +46,15 @@ class EngineNumbers(Protocol):
     def num_dropped(self) -> int: ...
 
 
+class ServerNumbers(Protocol):
+    """What is read off the HTTP server at each scrape."""
+
+    @property
+    def num_open_connections(self) -> int: ...
+    @property
+    def num_refused_connections(self) -> int: ...
+
+
 class FrontendMetrics:
     """One per frontend process. A `RequestObserver` and a `SchedulerObserver`. `frontend` names it where there are several."""
 
@@ -61,11 +70,12 @@ class FrontendMetrics:
         for kind in get_args(ProcessKind):
             self._restarts.labels(kind)
         self._engine: EngineNumbers | None = None
+        self._server: ServerNumbers | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def watch(self, engine: EngineNumbers) -> None:
-        self._engine = engine
+    def watch(self, engine: EngineNumbers, server: ServerNumbers) -> None:
+        self._engine, self._server = engine, server
 
     def peer_lost(self, kind: ProcessKind) -> None:
         self._restarts.labels(kind).inc()
@@ -101,7 +111,7 @@ class FrontendMetrics:
 
     def own(self) -> list[Metric]:
         """What this process counts by itself, and what it has seen of others that any frontend sees."""
-        families = [*self._process.collect(), *self._requests.collect(), *self._engine_families()]
+        families = [*self._process.collect(), *self._requests.collect(), *self._engine_families(), *self._server_families()]
         if self._frontend is not None:
             families = [labelled(family, self._frontend) for family in families]
         return [*families, *map(_without_created, self._restarts.collect())]
@@ -127,6 +137,12 @@ class FrontendMetrics:
             yield GaugeMetricFamily("pagemill_frontend_sequences", help_text, self._engine.num_sequences)
             help_text = "Messages dropped by this frontend: of an older epoch, of no sequence known here, or malformed."
             yield CounterMetricFamily("pagemill_frontend_dropped_messages", help_text, self._engine.num_dropped)
+
+    def _server_families(self) -> Iterator[Metric]:
+        if self._server is not None:
+            yield GaugeMetricFamily("pagemill_connections_open", "HTTP connections that are open.", self._server.num_open_connections)
+            help_text = "HTTP connections that were refused because too many were open."
+            yield CounterMetricFamily("pagemill_connections_refused", help_text, self._server.num_refused_connections)
 
     def _build_info(self) -> Metric:
         family = GaugeMetricFamily("pagemill_build_info", "What is running, as labels; always 1.", labels=["version", "protocol", "model"])

@@ -29,9 +29,10 @@ from frontend.request_metrics import RequestLedger
 from frontend.services import Services
 from frontend.token_bytes import UnsupportedTokenizerError
 from frontend.tokenizer import Tokenizer
+from frontend.waiting_room import WaitingRoom
 from pagemill.child import Child
 from pagemill.config import FrontendConfig
-from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerUp, Progress, Reload, Start
+from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Progress, Reload, Start
 from pagemill.telemetry import get_logger
 
 log = get_logger("frontend.process")
@@ -62,14 +63,13 @@ class FrontendProcess:
         self._metrics = FrontendMetrics(config.model_names[0], config.metrics_compat, str(index) if config.num_frontends > 1 else None)
         self._exchange = MetricsExchange(index, config.num_frontends, self._metrics.own)
         overload = Overload(config.max_num_queued)
-        self._engine = Engine(
-            child.hello(), self._readiness, (self._metrics, overload), max_num_queued=config.max_num_queued, on_ready=lambda: self._or_end(self._say_ready)
-        )
-        self._engine.retry_after_s = overload.retry_after_s
-        self._metrics.watch(self._engine)
+        room = WaitingRoom(config.max_num_queued, config.max_queued_tokens)
+        room.retry_after_s = overload.retry_after_s
+        self._engine = Engine(child.hello(), self._readiness, (self._metrics, overload), room, on_ready=lambda: self._or_end(self._say_ready))
         ledger = RequestLedger(self._metrics)
         self._services = Services(config, self._readiness, self._engine, ledger, self._metrics, self._exchange, overload)
         self._server = HttpServer(Application(self._services, discover()), config.max_connections)
+        self._metrics.watch(self._engine, self._server)
         self._said_ready = False
         self._is_ready = asyncio.Event()
         self._failure: BaseException | None = None
@@ -153,12 +153,12 @@ class FrontendProcess:
                 log.info("reloaded")
             case Drain():
                 self._spawn(self._drain(message.timeout_s))
-            case PeerUp() | Start():
+            case PeerUp() | PeerReady() | Start():
                 pass
 
     def _peer_lost(self, message: PeerLost) -> None:
         self._metrics.peer_lost(message.kind)
-        self._readiness.peer_lost(message.kind)
+        self._readiness.peer_lost(message.kind, message.incarnation)
         if message.kind == "scheduler":
             self._engine.disconnect()
 

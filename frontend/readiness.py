@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from frontend.errors import ApiError, shutting_down, unavailable
-from pagemill.messages import ProcessKind, Progress, SchedulerReady, StatsSnapshot
+from pagemill.messages import NONE, ProcessKind, Progress, SchedulerReady, StatsSnapshot
 
 State = Literal["loading", "ready", "stalled", "restarting", "draining"]
 
@@ -48,6 +48,7 @@ class Readiness:
         self.tokenizer_loaded = False
         self._draining = False
         self._lost: ProcessKind | None = None  #: what is missing since the scheduler was last ready
+        self._lost_workers = NONE  #: the newest incarnation of workers of which one has ended
         self._progress = _START
         self._clock = clock
         self._steps = -1
@@ -75,13 +76,21 @@ class Readiness:
         self._steps = snapshot.steps
 
     def scheduler_ready(self, geometry: SchedulerReady) -> None:
-        """Said when all workers are there: whatever was lost before is back."""
-        self.geometry, self._lost = geometry, None
+        """Said when all workers are there: whatever was lost before is back. Unless it was said before one of these workers ended, and heard later."""
+        self.geometry = geometry
+        if geometry.worker_incarnation > self._lost_workers:
+            self._lost = None
         self._steps, self._last_progress, self._last_snapshot = -1, None, None
 
-    def peer_lost(self, kind: ProcessKind) -> None:
+    def peer_lost(self, kind: ProcessKind, incarnation: int) -> None:
         if kind in _RESTARTING:
             self._lost, self._progress = kind, _START
+        if kind == "worker":
+            self._lost_workers = max(self._lost_workers, incarnation)
+
+    def scheduler_forgotten(self) -> None:
+        """Nothing is heard of it any more, whether it has ended or not."""
+        self._lost, self._progress = "scheduler", _START
 
     def drain(self) -> None:
         self._draining = True

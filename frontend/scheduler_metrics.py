@@ -140,6 +140,8 @@ class SchedulerMetrics:
         yield GaugeMetricFamily("pagemill_suspect_sequences", "Live sequences that run alone, because a worker died while it computed them.", last.num_suspects)
         blocks = {"free": last.blocks_free, "cached": last.blocks_cached, "used": last.blocks_used}
         yield _by_label("pagemill_kv_blocks", "KV blocks; cached ones are unreferenced but indexed, used is the rest.", "state", blocks)
+        help_text = "Used KV blocks that no window reaches any more; their share of the used ones is what windows waste."
+        yield GaugeMetricFamily("pagemill_kv_dead_blocks", help_text, last.blocks_dead)
         slots = {"free": last.swap_slots_free, "cached": last.swap_slots_cached, "held": last.swap_slots_held}
         help_text = "Swap slots, of one KV block each; held ones have KV of preempted sequences, cached ones may be dropped at any time."
         yield _by_label("pagemill_swap_slots", help_text, "state", slots)

@@ -57,7 +57,7 @@ class Services:
         changed = {name: getattr(config, name) for name in _CHANGEABLE}
         self.config = msgspec.structs.replace(self.config, **changed)
         self.authenticator = Authenticator(config.api_keys, config.admin_keys)
-        self.engine.max_num_queued = self.overload.max_num_queued = config.max_num_queued
+        self.engine.room.max_num_sequences = self.overload.max_num_queued = config.max_num_queued
         if self.text is not None:
             self.text.submitter.max_queue_time_s = config.max_queue_time_s
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as HubTokenizer
 
 from frontend.chat_template import ChatTemplate, Message, load_template
@@ -26,8 +28,14 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
+class _TokenizerFile(msgspec.Struct):
+    """What is read of tokenizer.json beside the library: most of a large file would only become objects to be dropped."""
+
+    decoder: Any = None
+
+
 class Tokenizer:
-    """Of one model. Immutable after construction and safe to use from several threads."""
+    """Of one model. It looks immutable, and is safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
         source = folder / "tokenizer.json"
@@ -38,8 +46,6 @@ class Tokenizer:
         model_config = _read_json(folder / "config.json")
         generation_config = _read_json(folder / "generation_config.json")
         self._hub = _parse(text)
-        self._literal = _parse(text)  #: the same, but special tokens are plain text to it
-        self._literal.encode_special_tokens = True
 
         added = self._hub.get_added_tokens_decoder()
         special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -50,13 +56,15 @@ class Tokenizer:
         vocabulary = self._hub.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values())
         self._max_token_bytes = max(len(token.encode()) for token in vocabulary)
-        self.token_bytes = TokenBytes(json.loads(text).get("decoder"), self._hub.id_to_token, special_ids)
+        self.token_bytes = TokenBytes(msgspec.json.decode(text, type=_TokenizerFile).decoder, self._hub.id_to_token, special_ids)
 
         named = {name: token for name in _SPECIAL_NAMES if (token := _token_text(settings.get(name))) is not None}
         self.eos_ids = _eos_ids(model_config, generation_config, self._hub.token_to_id(named.get("eos_token", "")))
         self.sampling_defaults = {name: value for name in _SAMPLING_DEFAULTS if isinstance(value := generation_config.get(name), int | float)}
         template = load_template(folder, settings)
         self.chat_template = None if template is None else ChatTemplate(template, named)
+        self._literal: HubTokenizer | None = None
+        self._literal_lock = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt. Special tokens in it count: whoever sends a raw prompt writes the control tokens as well."""
@@ -84,10 +92,18 @@ class Tokenizer:
         return ids
 
     def _encode_content(self, content: str) -> list[int]:
-        ids = _encode(self._literal, content, add_special_tokens=False)
+        ids = _encode(self._require_literal(), content, add_special_tokens=False)
         if not self._control_ids.isdisjoint(ids):  # the vocabulary itself spells it: there is no harmless way to say it
             raise invalid_value("messages", "The content of a message spells out a control token.")
         return ids
+
+    def _require_literal(self) -> HubTokenizer:
+        """The same tokenizer, but special tokens are plain text to it. Few servers ever need it, and to parse a vocabulary takes long."""
+        with self._literal_lock:
+            if self._literal is None:
+                self._literal = _parse(self._hub.to_str())
+                self._literal.encode_special_tokens = True
+            return self._literal
 
     def min_tokens(self, text: str) -> int:
         """A number of tokens that encoding `text` yields at least; 0 if the normalizer may shorten texts."""

@@ -3,9 +3,10 @@
 The prefix indices die with the scheduler, but the bytes they name do not: blocks are the workers', slots the
 arena's. So every entry is mirrored into shared memory that the launcher keeps, and the next scheduler adopts it.
 
-    header 64 bytes      magic, pool incarnation, geometry
-    blocks               one entry each: flag, length, key        swap slots               the same
+    header 64 bytes      magic, geometry of the arena             swap slots     one entry each: flag, length, key
+    header 64 bytes      magic, pool incarnation, its geometry    blocks         the same
 
+Slots come first, so that a pool of another size, as new workers may have it, leaves them where they are.
 An entry is written when its content is certain (all ranks have acknowledged it) and cleared before the plan that
 overwrites it is sent, so a directory found after a crash never promises too much. The flag is cleared first and set
 last: a writer killed half-way leaves an entry that says nothing. Knows keys and ids, and neither sequences nor how
@@ -22,13 +23,13 @@ from pagemill.messages import BlockId, SwapSlotId
 
 Id = TypeVar("Id", bound=int)
 
-_MAGIC = b"pmkvdir1"
-_HEADER = struct.Struct("<8sqqqqq")
+_SLOTS_MAGIC = b"pmkvslt2"
+_BLOCKS_MAGIC = b"pmkvblk2"
+_HEADER = struct.Struct("<8sqqqq")
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 40
 #: Flag and length precede the key.
 MAX_KEY_BYTES = _ENTRY_BYTES - 2
-_NO_INCARNATION = -1
 
 
 class DirectoryTable(Generic[Id]):
@@ -71,9 +72,9 @@ class DirectoryTable(Generic[Id]):
 class KvDirectory:
     """A directory over `memory`, which must be writable and zero at first.
 
-    What was written for another geometry is forgotten; blocks are forgotten as well if they were written for another
-    incarnation of the workers, whose pool is gone. `on_write` is called when an entry has been cleared and not yet
-    written. Raises ValueError if the memory is too small.
+    Slots that were written for another geometry of the arena are forgotten, and so are blocks that were written for
+    another pool: one of another geometry, or of another incarnation of the workers, whose pool is gone. `on_write` is
+    called when an entry has been cleared and not yet written. Raises ValueError if the memory is too small.
     """
 
     def __init__(
@@ -90,21 +91,27 @@ class KvDirectory:
         needed = directory_bytes(num_blocks, num_slots)
         if len(memory) < needed:
             raise ValueError(f"a directory of {num_blocks} blocks and {num_slots} swap slots takes {needed} bytes, there are {len(memory)}")
-        middle = _HEADER_BYTES + num_blocks * _ENTRY_BYTES
-        self.blocks: DirectoryTable[BlockId] = DirectoryTable(memory[_HEADER_BYTES:middle], num_blocks, on_write)
-        self.slots: DirectoryTable[SwapSlotId] = DirectoryTable(memory[middle:needed], num_slots, on_write)
-        geometry = (num_blocks, num_slots, block_bytes, block_size)
-        magic, incarnation, *found = _HEADER.unpack_from(memory)
-        is_ours = magic == _MAGIC and tuple(found) == geometry
-        if not is_ours or incarnation != pool_incarnation:
-            # Without a valid header nothing is adopted, so a writer killed between these lines does no harm.
-            _HEADER.pack_into(memory, 0, bytes(8), _NO_INCARNATION, 0, 0, 0, 0)
-            self.blocks.clear_all()
-            if not is_ours:
-                self.slots.clear_all()
-            _HEADER.pack_into(memory, 0, _MAGIC, pool_incarnation, *geometry)
+        middle = _HEADER_BYTES + num_slots * _ENTRY_BYTES
+        self.slots: DirectoryTable[SwapSlotId] = DirectoryTable(memory[_HEADER_BYTES:middle], num_slots, on_write)
+        self.blocks: DirectoryTable[BlockId] = DirectoryTable(memory[middle + _HEADER_BYTES : needed], num_blocks, on_write)
+        slots_header, blocks_header = memory[:_HEADER_BYTES], memory[middle : middle + _HEADER_BYTES]
+        arena = (_SLOTS_MAGIC, num_slots, block_bytes, block_size, 0)
+        if _HEADER.unpack_from(slots_header) != arena:
+            # Blocks lie elsewhere in an arena of another geometry; what stands here is not theirs.
+            blocks_header[:] = bytes(_HEADER_BYTES)
+            _renew(slots_header, self.slots, arena)
+        pool = (_BLOCKS_MAGIC, num_blocks, block_bytes, block_size, pool_incarnation)
+        if _HEADER.unpack_from(blocks_header) != pool:
+            _renew(blocks_header, self.blocks, pool)
+
+
+def _renew(header: memoryview, table: DirectoryTable[Id], geometry: tuple[bytes, int, int, int, int]) -> None:
+    """Without a valid header nothing is adopted, so a writer killed between these lines does no harm."""
+    header[:] = bytes(_HEADER_BYTES)
+    table.clear_all()
+    _HEADER.pack_into(header, 0, *geometry)
 
 
 def directory_bytes(num_blocks: int, num_slots: int) -> int:
     """What a directory of that many places takes."""
-    return _HEADER_BYTES + (num_blocks + num_slots) * _ENTRY_BYTES
+    return 2 * _HEADER_BYTES + (num_blocks + num_slots) * _ENTRY_BYTES

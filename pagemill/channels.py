@@ -89,8 +89,8 @@ class Channel(Generic[Out, In]):
             else:
                 return message
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[In], object]) -> None:
-        """Calls `on_message` for each message from now on, in the event loop.
+    def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[In], object], on_broken: Callable[[ChannelError], object]) -> None:
+        """Calls `on_message` for each message from now on, in the event loop, and `on_broken` if the peer is not who it should be.
 
         The descriptor of a zmq socket is edge-triggered and sending may consume the edge, so it is
         drained after every send as well; a few messages in one turn of the loop, so that a peer which is
@@ -99,7 +99,11 @@ class Channel(Generic[Out, In]):
 
         def drain() -> None:
             for _ in range(_MESSAGES_A_TURN):
-                message = None if self.socket.closed else self.receive()
+                try:
+                    message = None if self.socket.closed else self.receive()
+                except ChannelError as error:
+                    on_broken(error)
+                    return
                 if message is None:
                     return
                 on_message(message)

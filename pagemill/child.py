@@ -97,10 +97,10 @@ class Child(Generic[Config]):
         self._unsent.append(message)
         self._send_unsent()
 
-    def say_ready(self, detail: str) -> None:
-        """This process can do its work; `detail` is one line for the operator."""
+    def say_ready(self, detail: str, worker_incarnation: int = NONE) -> None:
+        """This process can do its work; `detail` is one line for the operator. A scheduler names the workers it does it with."""
         injection.reach("control.ready")
-        self.say(Ready(detail))
+        self.say(Ready(detail, worker_incarnation))
 
     def alive(self) -> None:
         """To be called from the main loop each time it turns, and at least once a second. Whoever began and then stops is replaced."""

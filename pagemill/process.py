@@ -44,7 +44,7 @@ def encode_config(config: msgspec.Struct) -> msgspec.Raw:
 class Process:
     """A started child. The caller's thread must be the main one: the child dies with the thread that started it."""
 
-    def __init__(self, spec: ProcessSpec, *, incarnation: int, token: bytes, injections: tuple[str, ...] = ()) -> None:
+    def __init__(self, spec: ProcessSpec, *, incarnation: int, token: bytes, injections: tuple[str, ...] = (), rendezvous: str = "") -> None:
         """Raises OSError."""
         self.kind = spec.kind
         self.index = spec.index
@@ -67,7 +67,13 @@ class Process:
             except OSError:
                 ours.close()
                 raise
-        self.pidfd = os.pidfd_open(self._popen.pid)
+        try:
+            self.pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:  # out of descriptors: what cannot be watched must not live
+            ours.close()
+            self._popen.kill()
+            self._popen.wait()
+            raise
         self.control: ControlSocket[LauncherToChild, ChildToLauncher] = ControlSocket(ours, ChildToLauncher)
         self.send(
             Start(
@@ -81,6 +87,7 @@ class Process:
                 arena_fd=spec.arena_fd,
                 directory_fd=spec.directory_fd,
                 injections=injections,
+                rendezvous=rendezvous,
             )
         )
 
@@ -116,7 +123,7 @@ class Process:
         return messages or None
 
     def condemn(self, reason: str) -> None:
-        """SIGKILL. `reason` is how it will be said to have ended, unless it gave one itself; the first one counts."""
+        """SIGKILL. `reason` is how it will be said to have ended, if that is what ends it; the first one counts."""
         self.condemned_for = self.condemned_for or reason
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -131,7 +138,8 @@ class Process:
         self.control.close()
         if self.failure:
             return f"{self}: {self.failure}"
-        return f"{self} {self.condemned_for or _describe(code)}"
+        # Whatever it was condemned for: who fell before the blow did so for a reason of its own.
+        return f"{self} {self.condemned_for if self.condemned_for and code == -signal.SIGKILL else _describe(code)}"
 
 
 def _describe(code: int) -> str:

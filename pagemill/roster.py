@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagemill.injection import reach
-from pagemill.messages import LauncherToChild, PeerLost, PeerUp, ProcessKind, Reload
+from pagemill.messages import LauncherToChild, PeerLost, PeerReady, PeerUp, ProcessKind, Reload
 from pagemill.process import Process, ProcessSpec, encode_config
-from pagemill.run_directory import remove_sockets, socket_address
+from pagemill.run_directory import remove_rendezvous, remove_sockets, rendezvous_path, socket_address
 
 Place = tuple[ProcessKind, int]
 
@@ -41,6 +41,10 @@ class Roster:
         """Every place is filled by somebody who can do its work."""
         return not self.missing() and all(process.ready for process in self.living())
 
+    def has_group(self, incarnation: int) -> bool:
+        """All workers are there, and of this incarnation."""
+        return not self.missing("worker") and all(worker.incarnation == incarnation for worker in self.living("worker"))
+
     def find(self, kind: ProcessKind, index: int, incarnation: int) -> Process | None:
         wanted = (kind, index, incarnation)
         return next((process for process in self.living(kind) if (process.kind, process.index, process.incarnation) == wanted), None)
@@ -51,8 +55,14 @@ class Roster:
 
     def spawn(self, place: Place) -> Process:
         """Starts the next incarnation. Raises OSError."""
-        incarnation = self._incarnations.get(place, -1) + 1
-        process = Process(self._specs[place], incarnation=incarnation, token=self._token, injections=self._injections)
+        incarnation = self._next_incarnation(place)
+        process = Process(
+            self._specs[place],
+            incarnation=incarnation,
+            token=self._token,
+            injections=self._injections,
+            rendezvous=rendezvous_path(self._directory, incarnation) if place[0] == "worker" and self._has_ranks else "",
+        )
         self._incarnations[place] = incarnation
         self._living.append(process)
         reach("launcher.spawned")
@@ -64,6 +74,12 @@ class Roster:
                 self._introduce(scheduler, process)
         return process
 
+    def note_ready(self, process: Process) -> None:
+        """It can do its work. The scheduler has to know of a worker that does not only exist."""
+        process.ready = True
+        if process.kind == "worker":
+            self.tell(_ready_peer(process), "scheduler")
+
     def remove(self, process: Process, reason: str) -> None:
         """After its end."""
         self._living.remove(process)
@@ -73,6 +89,8 @@ class Roster:
         if process.kind == "scheduler":
             self.tell(lost, "worker")
             remove_sockets(self._directory, process.incarnation)
+        if process.kind == "worker" and self._has_ranks and not self.living("worker"):
+            remove_rendezvous(self._directory, process.incarnation)
 
     def reconfigure(self, specs: Sequence[ProcessSpec]) -> None:
         """Gives the living and all that follow their new configs; for the same places as before."""
@@ -80,7 +98,26 @@ class Roster:
         for process in self.living():
             process.send(Reload(encode_config(self._specs[process.kind, process.index].config)))
 
+    @property
+    def _has_ranks(self) -> bool:
+        """There are several workers, which have to find each other."""
+        return sum(kind == "worker" for kind, _ in self._specs) > 1
+
+    def _next_incarnation(self, place: Place) -> int:
+        """A worker has that of the group it joins, which is a new one if nobody of it lives: what ranks of two groups computed would not fit together."""
+        is_worker = place[0] == "worker"
+        if is_worker and (group := self.living("worker")):
+            return group[0].incarnation
+        places = [other for other in self._specs if other[0] == "worker"] if is_worker else [place]
+        return max(self._incarnations.get(other, -1) for other in places) + 1
+
     def _introduce(self, scheduler: Process, peer: Process) -> None:
         address = socket_address(self._directory, peer.kind, peer.index, peer.incarnation, scheduler.incarnation)
         for one, other in ((scheduler, peer), (peer, scheduler)):
             one.send(PeerUp(kind=other.kind, index=other.index, incarnation=other.incarnation, address=address))
+        if peer.kind == "worker" and peer.ready:
+            scheduler.send(_ready_peer(peer))
+
+
+def _ready_peer(process: Process) -> PeerReady:
+    return PeerReady(kind=process.kind, index=process.index, incarnation=process.incarnation)

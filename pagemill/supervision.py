@@ -47,6 +47,31 @@ class RestartLimit:
             self._deaths.pop()
 
 
+class Attempts:
+    """At something that fails for want of memory or the like, and may succeed in a while: again after a pause, though not for ever."""
+
+    def __init__(self, pause_s: float, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
+        self._pause_s = pause_s
+        self._clock = clock
+        self._first_failure: float | None = None  #: since the last success
+        self._next = float("-inf")
+
+    def is_due(self) -> bool:
+        return self._clock() >= self._next
+
+    def failed(self) -> bool:
+        """Notes a failure, and says whether another attempt is to be made."""
+        now = self._clock()
+        self._next = now + self._pause_s
+        if self._first_failure is None:
+            self._first_failure = now
+        return now - self._first_failure < self.limit_s
+
+    def succeeded(self) -> None:
+        self._first_failure = None
+
+
 class Patience(Generic[Awaited]):
     """Who has kept us waiting for too long. One who was away himself cannot tell, and begins anew."""
 

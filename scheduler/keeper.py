@@ -6,7 +6,8 @@
                            the others at once and computes all KV again, because the old books cannot be trusted
 
 While there is no core, requests are still taken and ended here. What a frontend was not sent is not part of a
-sequence's history, so nothing is ever sent twice or skipped. Pure like the core: events and times in, effects out.
+sequence's history, so nothing is ever sent twice or skipped. A request that was found to kill workers is not taken
+again (`convictions`). Pure like the core: events and times in, effects out.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from pagemill.messages import (
     Revive,
     SequenceKey,
     SequenceOutput,
+    StatsSnapshot,
     StepOutput,
     Suspicion,
     Turn,
 )
+from scheduler.convictions import Convictions
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.counters import snapshot
@@ -68,6 +71,8 @@ class CoreKeeper:
         self._unsent: list[Effect] = []  #: of an event that the core has handled, while its books are checked
         self._failed_on: dict[SequenceKey, int] = {}  #: sequences on whose results a core has failed, and how often
         self.num_explained = 0  #: deaths of workers whose causes are found
+        self._convictions = Convictions()
+        self._num_refused = 0  #: of requests known to kill workers, that the present core has not heard of
         self._max_num_held, self._max_tokens_held = max_num_held, max_tokens_held
         self._check_invariants = check_invariants
         self._held: dict[SequenceKey, Revive] = {}  #: sequences, while there is no core
@@ -87,6 +92,8 @@ class CoreKeeper:
         """What the core says to the event. Raises whatever the core raised if it fails too often."""
         if isinstance(event, Drain):
             self._drain = event  # the next core is to know it too
+        if isinstance(event, AddRequest) and self._convictions.names(event, now):
+            return [self._refuse_convicted(event)]
         if self.core is None:
             return self._handle_without_core(event, now)
         self.recent.append(_describe(event))
@@ -117,11 +124,15 @@ class CoreKeeper:
         core, effects = self._give_up()
         suspicions, causes = judge(core.plans)
         self.num_explained += sum(suspicions[seq_id].deaths for seq_id in causes)
-        for sequence in core.sequences.values():
+        revived = [_revive(sequence, suspicions.get(sequence.seq_id, sequence.suspicion)) for sequence in core.sequences.values()]
+        for sequence, revive in zip(core.sequences.values(), revived, strict=True):
             if sequence.seq_id in causes:
+                self._convictions.add(revive.request, suspicions[sequence.seq_id].end, now)
+        for sequence, revive in zip(core.sequences.values(), revived, strict=True):
+            if sequence.seq_id in causes or self._convictions.names(revive.request, now):  # its equals need not be tried
                 effects.append(self._failed(core.config.epoch, sequence.key, sequence.num_emitted_tokens, KILLED_WORKER))
-                continue
-            self._held[sequence.key] = _revive(sequence, suspicions.get(sequence.seq_id, sequence.suspicion))
+            else:
+                self._held[sequence.key] = revive
         return effects
 
     # --- inside ----------------------------------------------------------------------------------------
@@ -135,7 +146,7 @@ class CoreKeeper:
         if self._check_invariants:
             check(core)
         self._unsent = []
-        return effects
+        return [self._counted(effect) if isinstance(effect, StatsSnapshot) else effect for effect in effects] if self._num_refused else effects
 
     def _build(self, config: CoreConfig, adopt: Adopt, now: float) -> list[Effect]:
         core = self.core = SchedulerCore(msgspec.structs.replace(config, epoch=self.epoch))
@@ -184,23 +195,28 @@ class CoreKeeper:
         self._failed_on = {key: count for key, count in self._failed_on.items() if key in core.sequences}
         last = snapshot(core.config, core.queues, core.memory, core.swapping, core.preemption.decisions, core.counters, len(core.suspects))
         handed_on = last.sequences_finished | {"handed_on": len(core.sequences)}
-        return core, [msgspec.structs.replace(last, num_waiting=0, num_running=0, num_preempted=0, sequences_finished=handed_on)]
+        last = self._counted(msgspec.structs.replace(last, num_waiting=0, num_running=0, num_preempted=0, sequences_finished=handed_on))
+        self._num_refused = 0
+        return core, [last]
+
+    def _counted(self, snapshot: StatsSnapshot) -> StatsSnapshot:
+        """With the sequences that have come and ended without the core."""
+        finished = snapshot.sequences_finished
+        received = snapshot.sequences_received + self._num_refused
+        return msgspec.structs.replace(
+            snapshot, sequences_received=received, sequences_finished=finished | {"error": finished.get("error", 0) + self._num_refused}
+        )
+
+    def _refuse_convicted(self, request: AddRequest) -> StepOutput:
+        num_received = len(request.output_ids) // 4
+        if self.core is None:
+            return self._failed(self.epoch, request.key, num_received, KILLED_WORKER)
+        self._num_refused += 1
+        return _error(self.epoch, request.key, num_received, KILLED_WORKER)
 
     def _failed(self, epoch: int, key: SequenceKey, num_emitted: int, error: str) -> StepOutput:
         self._count_end("error")
-        output = SequenceOutput(
-            key=key,
-            first_index=num_emitted,
-            token_ids=(),
-            logprobs=(),
-            finish_reason="error",
-            stop_token_id=NONE,
-            num_cached_tokens=0,
-            num_preemptions=0,
-            queue_s=0.0,
-            error=error,
-        )
-        return StepOutput(key.frontend, epoch, (output,), ())
+        return _error(epoch, key, num_emitted, error)
 
     # --- without a core --------------------------------------------------------------------------------
 
@@ -284,6 +300,22 @@ def _revive(sequence: Sequence, suspicion: Suspicion | None) -> Revive:
         has_decoded=sequence.has_decoded,
         suspicion=suspicion,
     )
+
+
+def _error(epoch: int, key: SequenceKey, num_emitted: int, error: str) -> StepOutput:
+    output = SequenceOutput(
+        key=key,
+        first_index=num_emitted,
+        token_ids=(),
+        logprobs=(),
+        finish_reason="error",
+        stop_token_id=NONE,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        queue_s=0.0,
+        error=error,
+    )
+    return StepOutput(key.frontend, epoch, (output,), ())
 
 
 def _describe(event: Event) -> str:

@@ -1,7 +1,7 @@
 """The scheduler's channels: one for each worker and each frontend that exists now, as the launcher tells.
 
 A peer that cannot be reached or breaks the protocol is told of, not dealt with: `on_lost` for a frontend, `on_unusable`
-for a worker. Must not know what the messages mean.
+for a worker. What a frontend says of another's sequences is dropped and counted. Must not know what else the messages mean.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import zmq
 
 from pagemill.channels import Channel, ChannelError
 from pagemill.messages import (
+    DebugStateQuery,
+    DecisionsQuery,
     FrontendToScheduler,
     Hello,
     PeerLost,
@@ -46,7 +48,7 @@ class Peers:
         self._frontends: dict[int, FrontendChannel] = {}
         self._incarnations: dict[tuple[str, int], int] = {}  #: by kind and index
         self._told: dict[int, int] = {}  #: frontend -> the epoch of which it has been told that it is ready
-        self._num_dropped = 0  #: by channels that are closed
+        self._num_dropped = 0  #: by channels that are closed, and of what frontends said of others' sequences
 
     # --- come and go -----------------------------------------------------------------------------------
 
@@ -82,11 +84,11 @@ class Peers:
 
     # --- in --------------------------------------------------------------------------------------------
 
-    def from_workers(self) -> Iterator[WorkerToScheduler]:
+    def from_workers(self) -> Iterator[tuple[int, WorkerToScheduler]]:
         for rank, channel in list(self._workers.items()):
             try:
                 while not channel.socket.closed and (message := channel.receive()) is not None:
-                    yield message
+                    yield rank, message
             except ChannelError as error:
                 log.error("worker_unusable", rank=rank, error=str(error))
                 self._close(self._workers.pop(rank, None))
@@ -96,9 +98,17 @@ class Peers:
         for index, channel in list(self._frontends.items()):
             try:
                 while not channel.socket.closed and (message := channel.receive()) is not None:
-                    yield index, message
+                    if self._is_own(index, message):
+                        yield index, message
+                    else:
+                        self._num_dropped += 1
             except ChannelError as error:
                 self._drop(index, str(error))
+
+    def _is_own(self, index: int, message: FrontendToScheduler) -> bool:
+        """It concerns a sequence of the frontend that sent it, or none."""
+        key = None if isinstance(message, DebugStateQuery | DecisionsQuery) else message.key
+        return key is None or (key.frontend, key.incarnation) == (index, self._incarnations["frontend", index])
 
     # --- out -------------------------------------------------------------------------------------------
 

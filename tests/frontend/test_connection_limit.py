@@ -89,6 +89,22 @@ def test_those_beyond_hear_so_at_once_and_the_next_are_welcome_when_others_have_
         wait_for(lambda: ask(connect(small.port, stack), LIVEZ).count(b"connection: close") == 0, DEADLINE_S, lambda: "the server is still full")
 
 
+def test_connections_are_counted_open_or_refused() -> None:
+    with running_frontend(max_connections=MAX_CONNECTIONS) as frontend, ExitStack() as stack:
+
+        def counts() -> list[float]:
+            lines = frontend.client.get("/metrics").text.splitlines()
+            return [float(line.split()[1]) for name in ("open", "refused_total") for line in lines if line.startswith(f"pagemill_connections_{name} ")]
+
+        assert counts() == [1, 0], "the one that asks"
+        fill(frontend, stack, MAX_CONNECTIONS - 1 + NUM_SURPLUS)
+        for _ in range(2):
+            assert ask(connect(frontend.port, stack)).startswith(b"HTTP/1.1 503 ")
+        wait_for(lambda: counts()[1] == 2, DEADLINE_S, lambda: f"{counts()}")
+        stack.close()
+        wait_for(lambda: counts() == [1, 2], DEADLINE_S, lambda: f"{counts()}")
+
+
 def test_one_too_many_that_says_nothing_is_dropped_soon(small: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SURPLUS_TIMEOUT_S", 0.05)
     with ExitStack() as stack:

@@ -236,7 +236,7 @@ def test_no_more_sequences_are_kept_than_may_wait() -> None:
         add(frontend, 4)
         frontend.scheduler.wait_for(AddRequest, count=4)  # these were taken once, and do not count
         frontend.lose_scheduler()
-        frontend.services.engine.retry_after_s = lambda: 7
+        frontend.services.engine.room.retry_after_s = lambda: 7
         with pytest.raises(ApiError, match="Too many requests are waiting") as refusal:
             add(frontend, 4)
         assert (refusal.value.status, refusal.value.headers) == (429, {"Retry-After": "7"})
@@ -252,11 +252,41 @@ def test_no_more_sequences_are_kept_than_may_wait() -> None:
             fake.wait_for(AddRequest, count=11)
 
 
+def test_without_a_scheduler_prompt_tokens_are_bounded() -> None:
+    with running_frontend(FakeScheduler(whole), max_queued_tokens=5) as frontend:
+        add(frontend, 3)
+        frontend.scheduler.wait_for(AddRequest, count=3)  # the scheduler has its own limit
+        frontend.lose_scheduler()
+        add(frontend, 2)
+        with pytest.raises(ApiError, match="Too many requests are waiting"):
+            add(frontend, 1)
+
+
+def test_who_waits_for_a_scheduler_does_not_wait_for_longer_than_it_said() -> None:
+    with running_frontend(FakeScheduler(up_to(FIRST_CUT)), max_queue_time_s=1) as frontend:
+        begun = Reader(frontend, stream=True)
+        begun.wait_for_chunks(FIRST_CUT)
+        frontend.lose_scheduler()
+        refused = Reader(frontend, n=2).reply()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_timeout")
+        assert refused.json()["error"]["message"] == "The request waited longer than the limit of 1 s."
+        late = Reader(frontend)
+        frontend.wait_until(lambda: frontend.services.engine.num_sequences == 2, "it is not taken")
+        with FakeScheduler(whole, epoch=2) as fake:
+            frontend.meet(fake)
+            assert begun.stream().finish_reasons() == ["length"], "what was begun waits as long as it takes"
+            assert late.reply().status_code == 200
+            again, new = fake.requests()
+    assert (again.resubmitted, again.limits.max_queue_s) == (True, 1.0)
+    assert 0 < new.limits.max_queue_s < 1.0, "what it has waited for here is over"
+    assert frontend.services.engine.num_dropped == 0
+
+
 def test_a_new_epoch_of_the_same_scheduler_is_no_reason_to_send_anything_again(frontend: RunningFrontend) -> None:
     streamed = Reader(frontend, stream=True)
     streamed.wait_for_chunks(FIRST_CUT)
     (request,) = frontend.scheduler.requests()
-    frontend.run(lambda: frontend.services.readiness.peer_lost("worker"))
+    frontend.run(lambda: frontend.services.readiness.peer_lost("worker", 0))
     assert frontend.client.get("/readyz").json() == {"status": "restarting", "detail": "A worker is restarting."}
     during = Reader(frontend)  # is taken, and waits at the scheduler
     frontend.scheduler.wait_for(AddRequest, count=2)

@@ -74,6 +74,7 @@ def used_metrics(compat: Literal["vllm", "none"]) -> FrontendMetrics:
             blocks_free=50,
             blocks_cached=30,
             blocks_used=20,
+            blocks_dead=1,
             slot_utilization=0.9,
             steps=7,
             tokens_computed=90,
@@ -131,6 +132,10 @@ def test_preemptions_are_counted_by_kind_and_reason_and_all_of_them_for_others()
     assert [value(metrics, "pagemill_preemptions_total", reason=reason) for reason in ("growth", "start", "seat", "forced")] == [7, 1, 3, 0]
     assert value(metrics, "pagemill_preemptions_total", kind="swap", reason="start") == 1
     assert value(metrics, "vllm:num_preemptions_total") == 11
+
+
+def test_blocks_that_no_window_reaches_are_shown() -> None:
+    assert value(used_metrics("vllm"), "pagemill_kv_dead_blocks") == 1
 
 
 def test_swapping_is_shown_by_direction_use_and_tier() -> None:
@@ -242,14 +247,17 @@ def test_processes_that_were_replaced_are_counted_by_kind() -> None:
     assert [value(metrics, "pagemill_restarts_total", process=kind) for kind in ("worker", "scheduler", "frontend")] == [2, 1, 0]
 
 
-def test_what_the_engine_holds_and_drops_is_shown() -> None:
+def test_what_the_engine_holds_and_drops_and_the_server_has_open_and_refuses_is_shown() -> None:
     class Numbers:
         num_sequences = 3
         num_dropped = 5
+        num_open_connections = 7
+        num_refused_connections = 9
 
     metrics = FrontendMetrics("tiny", "none")
-    metrics.watch(Numbers())
-    assert (value(metrics, "pagemill_frontend_sequences"), value(metrics, "pagemill_frontend_dropped_messages_total")) == (3, 5)
+    metrics.watch(Numbers(), Numbers())
+    names = ("frontend_sequences", "frontend_dropped_messages_total", "connections_open", "connections_refused_total")
+    assert [value(metrics, f"pagemill_{name}") for name in names] == [3, 5, 7, 9]
 
 
 def test_received_is_finished_plus_refused_plus_in_flight_at_every_scrape() -> None:

@@ -11,7 +11,7 @@ from pagemill.messages import ProcessKind, Progress, SchedulerReady
 from tests.helpers.fake_scheduler import snapshot
 
 GEOMETRY = SchedulerReady(1, 512, 16, 100, 0, 8, False)
-SMALLER = SchedulerReady(2, 256, 16, 50, 0, 8, False)
+SMALLER = SchedulerReady(2, 256, 16, 50, 0, 8, False, worker_incarnation=1)
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_progress_is_reported_within_its_range() -> None:
 
 @pytest.mark.parametrize(("kind", "said"), [("worker", "A worker is restarting."), ("scheduler", "The scheduler is restarting.")])
 def test_a_lost_process_makes_it_unready_until_the_scheduler_is_ready_again(kind: ProcessKind, said: str, readiness: Readiness) -> None:
-    readiness.peer_lost(kind)
+    readiness.peer_lost(kind, 0)
     assert readiness.state == "restarting"
     assert msgspec.to_builtins(readiness.report()) == {"status": "restarting", "detail": said}
     assert readiness.require() is GEOMETRY  # what comes meanwhile waits
@@ -68,15 +68,28 @@ def test_a_lost_process_makes_it_unready_until_the_scheduler_is_ready_again(kind
     assert readiness.require() is SMALLER
 
 
+def test_what_a_scheduler_said_before_a_worker_ended_is_not_believed_afterwards(readiness: Readiness) -> None:
+    def after(message: SchedulerReady) -> str:
+        readiness.scheduler_ready(message)
+        return readiness.state
+
+    readiness.peer_lost("worker", 0)
+    assert after(msgspec.structs.replace(GEOMETRY, epoch=5)) == "restarting"
+    assert readiness.require().epoch == 5, "its geometry counts all the same"
+    assert after(SMALLER) == "ready"
+    readiness.peer_lost("scheduler", 0)
+    assert after(SMALLER) == "ready", "a new scheduler of workers who live"
+
+
 def test_the_end_of_another_frontend_is_no_trouble(readiness: Readiness) -> None:
-    readiness.peer_lost("frontend")
+    readiness.peer_lost("frontend", 0)
     assert status(readiness) == "ok"
 
 
 def test_a_process_that_is_lost_before_the_first_readiness_changes_nothing() -> None:
     readiness = Readiness()
     readiness.tokenizer_loaded = True
-    readiness.peer_lost("worker")
+    readiness.peer_lost("worker", 0)
     assert status(readiness) == "loading"
     with pytest.raises(ApiError, match="loading"):
         readiness.require()
@@ -117,7 +130,7 @@ def test_a_scheduler_that_falls_silent_is_a_stall_until_it_speaks(readiness: Rea
 def test_a_new_scheduler_starts_afresh(readiness: Readiness, clock: Clock) -> None:
     readiness.note_snapshot(snapshot(steps=5, num_running=1))
     clock.now += STALL_S + 1
-    readiness.peer_lost("scheduler")
+    readiness.peer_lost("scheduler", 0)
     readiness.scheduler_ready(GEOMETRY)
     assert status(readiness) == "ok"
     readiness.note_snapshot(snapshot(steps=5, num_running=1))
@@ -125,7 +138,7 @@ def test_a_new_scheduler_starts_afresh(readiness: Readiness, clock: Clock) -> No
 
 
 def test_a_draining_server_says_so_whatever_else_is_true(readiness: Readiness) -> None:
-    readiness.peer_lost("scheduler")
+    readiness.peer_lost("scheduler", 0)
     readiness.drain()
     assert msgspec.to_builtins(readiness.report()) == {"status": "draining"}
     with pytest.raises(ApiError, match="shutting down") as refusal:

@@ -1,6 +1,7 @@
 """A child process without any work, for tests of the launcher: `python -m tests.helpers.fake_child KIND HABIT`.
 
 Habits: `good` says Ready (a scheduler at each new worker), then Alive, and obeys Drain; `slow` never says Ready;
+`lying` is a scheduler that says it once more for workers who have ended; `waiting` is one that never has what it waits for;
 `deaf` ignores Drain; `refuse` fails with one line; `crash` raises; `quit` ends with code 0; `stuck` sits in native code
 and reads nothing; `slow_again` is good until it is restarted. On SIGUSR1 `nonsense` says what is no message, and any
 other that worker 0 is stuck, in the incarnation it last heard of.
@@ -19,7 +20,7 @@ from types import FrameType
 from pagemill.arena_file import ARENA_NAME, DIRECTORY_NAME
 from pagemill.child import Child, enter
 from pagemill.config import SchedulerConfig
-from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerUp, Progress, Reload, Stuck
+from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Progress, Reload, Stuck
 from pagemill.telemetry import get_logger
 
 log = get_logger("fake_child")
@@ -35,6 +36,7 @@ def main() -> None:
         "started",
         incarnation=child.start.incarnation,
         epoch=child.start.epoch,
+        rendezvous=child.start.rendezvous,
         max_num_seqs=child.config.max_num_seqs,
         given={"arena": child.start.arena_fd, "directory": child.start.directory_fd},
         open={"arena": open_memory(ARENA_NAME), "directory": open_memory(DIRECTORY_NAME)},
@@ -47,6 +49,8 @@ def main() -> None:
             raise RuntimeError("something broke")
         case "quit":
             return
+    if child.start.rendezvous:
+        Path(child.start.rendezvous).touch()  # as ranks do that meet there
     FakeChild(child, habit).run()
 
 
@@ -67,7 +71,7 @@ class FakeChild:
     def run(self) -> None:
         signal.signal(signal.SIGUSR1, self._misbehave)
         self._child.say(Progress(phase="weights", fraction=0.5, detail=f"half of {self._child.start.kind}"))
-        if self._habit != "slow":
+        if self._habit != "slow" and self._child.start.kind != "scheduler":
             self._child.say_ready("fake")
         if self._habit == "stuck":
             ctypes.CDLL(None).sleep(600)
@@ -93,7 +97,13 @@ class FakeChild:
                 log.info("peer_up", kind=message.kind, incarnation=message.incarnation, address=message.address)
                 if message.kind == "worker":
                     self._worker_incarnation = message.incarnation
-                    self._child.say_ready("fake")
+                    if self._habit not in ("lying", "waiting"):
+                        self._child.say_ready("fake", message.incarnation)
+            case PeerReady():
+                log.info("peer_ready", kind=message.kind, index=message.index, incarnation=message.incarnation)
+                if self._habit == "lying":
+                    self._child.say_ready("fake", 0)
+                    log.info("lied")
             case PeerLost():
                 log.info("peer_lost", kind=message.kind, index=message.index, incarnation=message.incarnation, reason=message.reason)
             case Progress():

@@ -50,6 +50,7 @@ def main() -> int:
     parser = ArgumentParser()
     parser.add_argument("--ready-timeout", type=float, default=60.0)
     parser.add_argument("--silence-limit", type=float, default=10.0)
+    parser.add_argument("--start-limit", type=float, default=60.0)
     parser.add_argument("--restart-limit", type=int, default=5)
     parser.add_argument("--drain-timeout", type=float, default=5.0)
     parser.add_argument("--inject", action="append", default=[])
@@ -71,6 +72,7 @@ def main() -> int:
             injections=tuple(arguments.inject),
             reload=make_reload(arguments.reload, specs) if arguments.reload is not None else None,
             silence_limit_s=arguments.silence_limit,
+            start_limit_s=arguments.start_limit,
         )
         try:
             launcher.run()

@@ -41,14 +41,32 @@ def test_new_workers_have_a_new_pool_and_the_same_arena() -> None:
     assert KvDirectory(shared, **GEOMETRY, pool_incarnation=0).blocks.entries() == [], "what was forgotten does not come back"
 
 
-@pytest.mark.parametrize("changed", [{"num_blocks": 3}, {"num_slots": 2}, {"block_bytes": 8192}, {"block_size": 32}])
-def test_another_geometry_forgets_everything(changed: dict[str, int]) -> None:
-    shared = memory()
+@pytest.mark.parametrize("num_blocks", [1, 3, 6])
+def test_a_pool_of_another_size_leaves_the_slots_what_they_are(num_blocks: int) -> None:
+    shared = memoryview(bytearray(directory_bytes(6, 3)))
+    first = KvDirectory(shared, **GEOMETRY, pool_incarnation=0)
+    for number in range(4):
+        first.blocks.write(BlockId(number), KEYS[number])
+    for number in range(3):
+        first.slots.write(SwapSlotId(number), KEYS[number + 4])
+    second = KvDirectory(shared, **(GEOMETRY | {"num_blocks": num_blocks}), pool_incarnation=1)
+    assert second.blocks.entries() == []
+    for number in range(num_blocks):
+        second.blocks.write(BlockId(number), KEYS[0])
+    third = KvDirectory(shared, **GEOMETRY, pool_incarnation=2)
+    assert (third.blocks.entries(), third.slots.entries()) == ([], [(number, KEYS[number + 4]) for number in range(3)])
+
+
+@pytest.mark.parametrize("changed", [{"num_slots": 2}, {"num_slots": 4}, {"block_bytes": 8192}, {"block_size": 32}])
+def test_another_arena_forgets_everything(changed: dict[str, int]) -> None:
+    shared = memoryview(bytearray(directory_bytes(4, 4)))
     first = KvDirectory(shared, **GEOMETRY, pool_incarnation=0)
     first.blocks.write(BlockId(1), KEYS[0])
     first.slots.write(SwapSlotId(0), KEYS[1])
     second = KvDirectory(shared, **(GEOMETRY | changed), pool_incarnation=0)
     assert (second.blocks.entries(), second.slots.entries()) == ([], [])
+    third = KvDirectory(shared, **GEOMETRY, pool_incarnation=0)
+    assert (third.blocks.entries(), third.slots.entries()) == ([], []), "what was forgotten does not come back"
 
 
 def test_too_little_memory_is_refused() -> None:

@@ -37,17 +37,49 @@ def test_a_child_that_ends_stops_everything_and_is_named(start: Start, habit: st
     assert list(fake.run_directories.iterdir()) == []
 
 
-def test_a_death_during_a_drain_is_not_repaired_and_nobody_waits_for_what_cannot_come(start: Start) -> None:
-    fake = start("--drain-timeout", "100", "frontend:deaf", "worker:good", "scheduler:good")
+def test_during_a_drain_whatever_streams_need_is_repaired_and_frontends_are_not(start: Start) -> None:
+    fake = start("--drain-timeout", "100", "--silence-limit", "3", "frontend:good", "frontend:deaf", "worker:good", "scheduler:good")
     fake.wait_for_event("ready")
     fake.process.terminate()
     fake.wait_for_event("drain")
     fake.child("worker 0").kill()
+    fake.wait_for_event("process_restarted")
+    fake.child("scheduler 0").suspend()
+    fake.wait_for_event("process_restarted", count=2)
+    assert fake.lost() == ["worker 0 was killed by SIGKILL", "scheduler 0 did not respond for 3 s"]
+    fake.child("frontend 1").kill()
+    assert fake.wait() == 0, "when the last frontend has ended nobody waits for the rest of the time"
+    assert [line["timeout_s"] for line in fake.events("drain") if line["process"].startswith("frontend")] == [100.0, 100.0]
+    assert sorted(line["process"] for line in fake.events("started")[4:]) == ["scheduler-0", "worker-0"]
+    assert len(fake.lost()) == 2
+    assert fake.living() == []
+
+
+def test_one_death_more_than_is_allowed_ends_a_drain(start: Start) -> None:
+    fake = start("--restart-limit", "0", "--drain-timeout", "100", "frontend:deaf", "worker:good", "scheduler:good")
+    fake.wait_for_event("ready")
+    fake.process.terminate()
+    fake.wait_for_event("drain")
+    fake.child("worker 0").kill()
+    assert fake.wait() == 1
+    assert fake.log.splitlines()[-1] == "pagemill: worker 0 was killed by SIGKILL"
+    assert [line["timeout_s"] for line in fake.events("drain") if line["process"] == "frontend-0"] == [100.0, 0.0], "what is left gets an end"
+    assert fake.living() == []
+
+
+def test_another_signal_ends_a_drain_at_once(start: Start) -> None:
+    fake = start("--drain-timeout", "100", "frontend:deaf", "worker:good", "scheduler:good")
+    fake.wait_for_event("ready")
+    fake.process.terminate()
+    fake.wait_for_event("drain")
+
+    def has_ended() -> bool:
+        fake.process.terminate()  # signals that follow each other at once are one
+        return fake.process.poll() is not None
+
+    wait_for(has_ended, 30, lambda: fake.log)
     assert fake.wait() == 0
-    assert [line["timeout_s"] for line in fake.events("drain") if line["process"] == "frontend-0"] == [100.0, 0.0]
-    assert next(line["kind"] for line in fake.events("peer_lost") if line["process"] == "frontend-0") == "worker"
-    assert fake.events("process_lost") == []
-    assert len(fake.events("started")) == 3
+    assert fake.living() == []
 
 
 def test_without_restarts_the_first_death_ends_everything(start: Start) -> None:
@@ -117,6 +149,51 @@ def test_who_is_not_ready_in_time_is_named(start: Start) -> None:
     assert fake.wait() == 1
     assert fake.log.splitlines()[-1] == "pagemill: worker 0 was not ready after 4 s"
     assert fake.events("ready") == []
+
+
+def test_a_scheduler_that_waits_for_a_worker_is_not_blamed_for_it(start: Start) -> None:
+    fake = start("--ready-timeout", "8", "frontend:slow", "worker:good", "scheduler:waiting")
+    fake.wait_for_event("process_ready")
+    began = time.monotonic()
+    wait_for(lambda: time.monotonic() - began > 9.5, 20, lambda: "the clock stands still")
+    fake.child("scheduler 0").send_signal(signal.SIGUSR1)
+    assert fake.wait() == 1
+    assert fake.log.splitlines()[-1] == "pagemill: worker 0 did not finish its step, says scheduler"
+
+
+def test_a_scheduler_is_not_ready_with_workers_who_have_ended(start: Start) -> None:
+    fake = start("frontend:good", "worker:good", "scheduler:lying")
+    fake.wait_for_event("ready")
+    fake.child("worker 0").kill()
+    fake.wait_for_event("lied", count=2)
+    fake.process.terminate()
+    assert fake.wait() == 0
+    assert fake.events("server_ready") == []
+
+
+def test_what_the_system_does_not_let_us_start_is_tried_again(start: Start) -> None:
+    fake = start("frontend:good", "worker:good", "worker:good", "scheduler:good")
+    fake.wait_for_event("ready")
+    launcher = psutil.Process(fake.process.pid)
+    limits = launcher.rlimit(psutil.RLIMIT_NOFILE)
+    launcher.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    fake.child("worker 0").kill()
+    fake.wait_for_event("start_failed", count=2)
+    launcher.rlimit(psutil.RLIMIT_NOFILE, limits)
+    fake.wait_for_event("server_ready")
+    assert {(line["child"], line["reason"]) for line in fake.events("start_failed")} == {("worker 0", "Too many open files")}
+    assert fake.lost() == ["worker 0 was killed by SIGKILL", "worker 1 was ended with worker 0"]
+
+
+def test_what_can_not_be_started_for_long_ends_the_server(start: Start) -> None:
+    fake = start("--start-limit", "2", *GOOD)
+    fake.wait_for_event("ready")
+    launcher = psutil.Process(fake.process.pid)
+    launcher.rlimit(psutil.RLIMIT_NOFILE, (3, launcher.rlimit(psutil.RLIMIT_NOFILE)[1]))
+    fake.child("frontend 0").kill()
+    assert fake.wait() == 1
+    assert fake.log.splitlines()[-1] == "pagemill: frontend 0 could not be started for 2 s: Too many open files"
+    assert fake.living() == []
 
 
 @pytest.mark.parametrize("point", ["launcher.spawned", "launcher.buried"])

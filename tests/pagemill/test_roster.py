@@ -67,6 +67,56 @@ def test_a_dead_worker_is_replaced_with_its_whole_group_and_all_who_have_to_know
     assert sorted(started[4:]) == [("worker-0", 1, 0), ("worker-1", 1, 0)]
 
 
+def test_ranks_meet_at_a_place_of_their_own_in_each_incarnation_and_die_one_death(start: Start) -> None:
+    fake = start("--restart-limit", "2", "frontend:good", *["worker:good"] * 3, "scheduler:good")
+    fake.wait_for_event("ready")
+    assert [line["child"] for line in fake.events("process_ready") if line["child"].startswith("worker")] == ["workers 0-2"]
+    (first,) = places(fake, incarnation=0)
+    assert Path(first).exists()
+
+    fake.child("worker 1").kill()
+    fake.wait_for_event("server_ready")
+    assert sorted(fake.lost()[1:]) == ["worker 0 was ended with worker 1", "worker 2 was ended with worker 1"]
+    assert {line["deaths"] for line in fake.events("process_lost")} == {1}
+    assert sorted(line["child"] for line in fake.events("process_restarted")) == ["worker 0", "worker 1", "worker 2"]
+
+    fake.process.send_signal(signal.SIGSTOP)  # it is to see both at once
+    for rank in (2, 0):
+        fake.child(f"worker {rank}").kill()
+    fake.process.send_signal(signal.SIGCONT)
+    fake.wait_for_event("server_ready", count=2)
+    assert {line["deaths"] for line in fake.events("process_lost")[3:]} == {2}, "two that fall together are one death as well"
+    started = [(line["process"], line["incarnation"]) for line in fake.events("started") if line["process"].startswith("worker")]
+    assert sorted(started) == [(f"worker-{rank}", incarnation) for rank in range(3) for incarnation in range(3)]
+    paths = [first, *places(fake, incarnation=1), *places(fake, incarnation=2)]
+    assert len(set(paths)) == 3
+    assert [Path(path).exists() for path in paths] == [False, False, True]
+
+    fake.process.terminate()
+    assert fake.wait() == 0
+    assert list(fake.run_directories.iterdir()) == []
+
+
+def places(fake: StartedLauncher, incarnation: int) -> set[str]:
+    """Where workers of this incarnation are to meet."""
+    return {line["rendezvous"] for line in fake.events("started") if line["process"].startswith("worker") and line["incarnation"] == incarnation}
+
+
+def test_one_worker_has_nobody_to_meet(start: Start) -> None:
+    fake = start(*GOOD)
+    fake.wait_for_event("ready")
+    assert [line["rendezvous"] for line in fake.events("started")] == [""] * 3
+
+
+def test_the_progress_of_ranks_is_shown_and_passed_on_as_one(start: Start) -> None:
+    fake = start("frontend:good", "worker:good", "worker:good", "scheduler:good")
+    fake.wait_for_event("ready")
+    shown = [(line["child"], line["fraction"]) for line in fake.events("loading") if line["child"].startswith("worker")]
+    assert shown == [("workers 0-1", 0.25), ("workers 0-1", 0.5)]
+    fake.wait_for_event("progress_passed_on", count=3)
+    assert {line["detail"] for line in fake.events("progress_passed_on")} == {"half of scheduler", "", "half of worker"}
+
+
 def addresses_of(fake: StartedLauncher, process: str) -> list[str]:
     """What it was told of its peers, without the folder."""
     return sorted(line["address"].rpartition("/")[2] for line in fake.events("peer_up") if line["process"] == process)
@@ -85,6 +135,22 @@ def test_a_dead_scheduler_is_replaced_and_meets_everybody_anew(start: Start) -> 
         assert (lost["kind"], lost["incarnation"], lost["reason"]) == ("scheduler", 0, fake.lost()[0])
     epochs = [line["epoch"] for line in fake.events("started") if line["process"] == "scheduler-0"]
     assert epochs == [1 << 20, 2 << 20]
+
+
+def test_a_scheduler_is_told_which_workers_have_loaded(start: Start) -> None:
+    fake = start("frontend:good", "worker:good", "worker:good", "scheduler:good")
+    fake.wait_for_event("peer_ready", count=2)
+    fake.wait_for_event("ready")
+    fake.child("scheduler 0").kill()
+    fake.wait_for_event("server_ready")
+    fake.wait_for_event("peer_ready", count=4)
+    fake.child("worker 1").kill()
+    fake.wait_for_event("server_ready", count=2)
+    fake.wait_for_event("peer_ready", count=6)
+    told = [(line["process"], line["kind"], line["index"], line["incarnation"]) for line in fake.events("peer_ready")]
+    assert [sorted(told[start : start + 2]) for start in (0, 2, 4)] == [
+        [("scheduler-0", "worker", index, incarnation) for index in (0, 1)] for incarnation in (0, 0, 1)
+    ]
 
 
 def test_a_dead_frontend_is_replaced_and_its_like_serve_on(start: Start) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.supervision import TICK_S, WINDOW_S, Patience, RestartLimit
+from pagemill.supervision import TICK_S, WINDOW_S, Attempts, Patience, RestartLimit
 
 
 class Clock:
@@ -31,6 +31,23 @@ def test_deaths_are_forgiven_after_the_window() -> None:
     assert limit.num_deaths == 0
     assert limit.allows_another()
     assert not limit.allows_another()
+
+
+def test_what_fails_is_attempted_again_after_a_pause_and_not_for_ever() -> None:
+    clock = Clock()
+    attempts = Attempts(1.0, 10.0, clock)
+    assert attempts.is_due()
+    assert attempts.failed()
+    assert not attempts.is_due()
+    clock.now += 1
+    assert attempts.is_due()
+    clock.now += 8.9
+    assert attempts.failed()
+    attempts.succeeded()
+    clock.now += 1
+    assert attempts.failed(), "the time counts from the first failure since it last succeeded"
+    clock.now += 10
+    assert not attempts.failed()
 
 
 def test_deaths_whose_cause_was_found_do_not_count() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import SamplingParams, SequenceKey, Suspicion
+from pagemill.messages import SamplingParams, SequenceKey, StatsSnapshot, Suspicion
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 
@@ -77,6 +77,49 @@ def test_two_that_kill_are_both_found() -> None:
     engine.run()
     assert {key for key, output in engine.driver.finished.items() if output.finish_reason == "error"} == set(engine.poison)
     assert engine.driver.outputs[innocent] == expected([1, 2, 3], 20)
+
+
+def test_a_request_that_was_found_to_kill_is_not_tried_again_nor_are_its_equals() -> None:
+    engine = Deadly()
+    innocent = engine.driver.add([1, 2, 3], max_tokens=30)
+    engine.step()
+    killers = [engine.driver.add([31] * 9) for _ in range(3)]
+    engine.poison |= dict.fromkeys(killers, 4)
+    engine.run()
+    num_deaths = engine.num_deaths
+    assert num_deaths == 3, "as many as one of them costs"
+    assert [engine.driver.finished[key].error for key in killers] == ["killed_worker"] * 3
+
+    again = engine.driver.add([31] * 9)
+    assert engine.driver.finished[again].error == "killed_worker", "at once"
+    other = engine.driver.add([31] * 8)
+    engine.driver.lose_worker()
+    without_core = engine.driver.add([31] * 9)
+    assert engine.driver.finished[without_core].error == "killed_worker"
+    engine.driver.worker_back()
+    engine.run()
+    assert engine.num_deaths == num_deaths
+    assert engine.driver.outputs[innocent] == expected([1, 2, 3], 30)
+    assert engine.driver.outputs[other] == expected([31] * 8, 8)
+
+
+def test_those_that_are_refused_for_what_they_did_before_are_counted_once() -> None:
+    engine = Deadly()
+    key = engine.driver.add([31] * 9)
+    engine.poison[key] = 4
+    engine.run()
+    for _ in range(3):
+        engine.driver.add([31] * 9)
+    engine.driver.now += 10
+    engine.driver.turn()
+    engine.driver.lose_worker()
+    engine.driver.worker_back()
+    engine.driver.now += 10
+    engine.driver.turn()
+    last: dict[int, StatsSnapshot] = {snapshot.epoch: snapshot for snapshot in engine.driver.snapshots}
+    for snapshot in last.values():
+        assert snapshot.sequences_received == sum(snapshot.sequences_finished.values()) + snapshot.num_waiting
+    assert sum(snapshot.sequences_finished.get("error", 0) for snapshot in last.values()) == 4
 
 
 def test_one_that_is_alone_is_given_a_second_chance_and_no_third() -> None:
