@@ -29,6 +29,7 @@ from pagemill.messages import (
     DebugStateReply,
     DecisionsQuery,
     DecisionsReply,
+    Distrust,
     Drain,
     Effect,
     Event,
@@ -36,6 +37,7 @@ from pagemill.messages import (
     FrontendToScheduler,
     InstallRow,
     PeerLost,
+    PeerReady,
     PeerUp,
     Plan,
     Progress,
@@ -53,6 +55,7 @@ from pagemill.messages import (
     WorkerReady,
     WorkerToScheduler,
 )
+from pagemill.supervision import Patience
 from pagemill.telemetry import get_logger
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
@@ -61,6 +64,7 @@ from scheduler.event_log import EventLog, log_path
 from scheduler.keeper import CoreKeeper
 from scheduler.peers import Peers
 from scheduler.step_watch import StepWatch
+from scheduler.worker_group import RanksDiffer, core_config
 
 log = get_logger("scheduler.process")
 
@@ -87,6 +91,9 @@ class SchedulerProcess:
             check_invariants=self._config.check_invariants,
         )
         self._keeper.on_core, self._keeper.on_event, self._keeper.on_failure = self._on_core, self._on_event, self._on_failure
+        # A worker that has lost its scheduler finishes what it was sent before it meets the next one.
+        num_tokens = self._config.max_num_batched_tokens * self._config.max_plans_in_flight
+        self._reports: Patience[int] = Patience(self._config.step_timeout_s + self._config.step_timeout_s_per_token * num_tokens)  #: ranks that owe one
         self._watch = StepWatch(self._config.step_timeout_s, self._config.step_timeout_s_per_token, self._config.num_workers)
         self._directory: KvDirectory | None = None
         self._memory = _map(child.start.directory_fd)
@@ -100,8 +107,8 @@ class SchedulerProcess:
         """Until the launcher hangs up, or what it wanted finished is finished."""
         try:
             while self._drain_control() and not self._is_drained():
-                for answer in self._peers.from_workers():
-                    self._from_worker(answer)
+                for rank, answer in self._peers.from_workers():
+                    self._from_worker(rank, answer)
                 for frontend, request in self._peers.from_frontends():
                     self._from_frontend(frontend, request)
                 self._tell_ready()
@@ -129,6 +136,9 @@ class SchedulerProcess:
             self._watch.clear()
         for rank in ranks:
             self._replace_worker(rank, reason)
+        for rank in self._reports.exhausted():
+            self._reports.end(rank)
+            self._replace_worker(rank, f"did not report to the scheduler in {self._reports.limit_s:.0f} s")
         if self._keeper.num_sequences:
             self._next_audit = now + _AUDIT_EVERY_S
         elif now >= self._next_audit:
@@ -149,6 +159,8 @@ class SchedulerProcess:
                     return False
                 case PeerUp():
                     self._peers.connect(message)
+                case PeerReady():
+                    self._await_report(message)
                 case PeerLost():
                     self._lost(message)
                 case Drain():
@@ -160,6 +172,11 @@ class SchedulerProcess:
                     pass  # Start was consumed on entry; progress is for frontends
                 case _:
                     assert_never(message)
+
+    def _await_report(self, peer: PeerReady) -> None:
+        """A worker that has loaded has no reason to keep us waiting, unless it has reported already."""
+        if peer.kind == "worker" and peer.index not in self._ready and peer.incarnation == self._peers.incarnation("worker", peer.index):
+            self._reports.begin(peer.index)
 
     def _is_drained(self) -> bool:
         if self._deadline is None:
@@ -175,6 +192,7 @@ class SchedulerProcess:
             # One rank's end is the group's: the others hold parts of what it computed.
             self._watch.clear()
             self._ready.clear()
+            self._reports.end(peer.index)
             before = self._keeper.num_explained
             self._carry_out(self._keeper.workers_lost(time.monotonic()))
             if self._keeper.num_explained > before:
@@ -189,7 +207,10 @@ class SchedulerProcess:
         log.error("worker_stuck", rank=rank, reason=reason)
         self._child.say(Stuck("worker", rank, self._peers.incarnation("worker", rank), reason))
 
-    def _from_worker(self, message: WorkerToScheduler) -> None:
+    def _from_worker(self, rank: int, message: WorkerToScheduler) -> None:
+        if message.rank != rank:
+            self._replace_worker(rank, f"speaks for rank {message.rank}")
+            return
         match message:
             case WorkerReady():
                 self._worker_ready(message)
@@ -233,35 +254,18 @@ class SchedulerProcess:
             log.warning("worker_ready_unasked", rank=ready.rank)
             return
         self._ready[ready.rank] = ready
+        self._reports.end(ready.rank)
         if len(self._ready) < self._config.num_workers:
             return
         reach("scheduler.workers_ready")
-        config = self._core_config(list(self._ready.values()))
+        try:
+            config = core_config(self._config, self._ready)
+        except RanksDiffer as error:
+            self._child.fail(str(error))
         adopt = self._open_directory(config)
         self._carry_out(self._keeper.workers_ready(config, adopt, time.monotonic()))
         log.debug("core_built", num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len)
-        self._child.say_ready(f"{config.num_blocks} KV blocks of {config.block_size} tokens")
-
-    def _core_config(self, reports: list[WorkerReady]) -> CoreConfig:
-        return CoreConfig(
-            num_blocks=min(report.num_blocks for report in reports),
-            block_size=reports[0].block_size,
-            max_model_len=min(report.max_model_len for report in reports),
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            max_num_queued=self._config.max_num_queued,
-            max_queued_tokens=self._config.max_queued_tokens,
-            max_plans_in_flight=self._config.max_plans_in_flight,
-            num_swap_slots=min(report.num_swap_slots for report in reports),
-            preemption=self._config.preemption,
-            block_bytes=max(report.block_bytes for report in reports),
-            prefill_tok_s=min(report.prefill_tok_s for report in reports),
-            swap_out_bytes_s=min(report.swap_out_bytes_s for report in reports),
-            swap_in_bytes_s=min(report.swap_in_bytes_s for report in reports),
-            num_workers=self._config.num_workers,
-            scheduling_policy=self._config.scheduling_policy,
-            prefix_caching=self._config.prefix_caching,
-        )
+        self._child.say_ready(f"{config.num_blocks} KV blocks of {config.block_size} tokens", self._peers.incarnation("worker", 0))
 
     def _open_directory(self, config: CoreConfig) -> Adopt | None:
         """What KV has outlived the former core, or the former scheduler: the arena's, and the pool's if these workers wrote it."""
@@ -317,6 +321,15 @@ class SchedulerProcess:
         """The core is going to be rebuilt, and nothing that it said of KV is to be believed."""
         log.error("core_failed", error=str(error), recent=list(self._keeper.recent), exc_info=error)
         self._watch.clear(still_computing=True)
+        self._disown_kv()
+
+    def _distrust(self, effect: Distrust) -> None:
+        """The workers are to be replaced. What they have left in the arena goes with them: nobody knows since when they are wrong."""
+        self._watch.clear()
+        self._disown_kv()
+        self._replace_worker(effect.rank, effect.reason)
+
+    def _disown_kv(self) -> None:
         if self._directory is not None:
             self._directory.blocks.clear_all()
             self._directory.slots.clear_all()
@@ -339,6 +352,8 @@ class SchedulerProcess:
                     reach("scheduler.output_sent")
                 case StatsSnapshot():
                     self._send_snapshot(effect)
+                case Distrust():
+                    self._distrust(effect)
                 case _:
                     assert_never(effect)
 
@@ -369,6 +384,7 @@ class SchedulerProcess:
             num_swap_slots=config.num_swap_slots,
             max_num_seqs=config.max_num_seqs,
             deterministic=all(ready.deterministic for ready in self._ready.values()),
+            worker_incarnation=self._peers.incarnation("worker", 0),
         )
         for index in untold:
             self._peers.tell_ready(index, ready)

@@ -15,6 +15,7 @@ from kvstore.block_pool import BlockPool
 from kvstore.swap_space import SwapSpace
 from pagemill.messages import NO_PLAN, BlockId, PlanId, SwapSlotId, Transfer, TransferDone
 from scheduler.core_config import CoreConfig
+from scheduler.ranks import all_ranks, includes, without
 from scheduler.rates import LinkRate
 from scheduler.sequence import Sequence
 
@@ -37,11 +38,11 @@ class TransferInFlight:
     direction: Direction
     block: BlockId
     slot: SwapSlotId
-    ranks_left: int
+    ranks_left: int  #: those that have not made it, as bits
     holds_block: bool
     needed_by: PlanId = NO_PLAN
     ok: bool = True
-    seconds: float = 0.0
+    seconds: float = 0.0  #: of the rank that took longest
     sequence: Sequence | None = None
     group: int = 0
     index: int = 0
@@ -53,7 +54,7 @@ class Transfers:
     def __init__(self, config: CoreConfig, pool: BlockPool, swap: SwapSpace) -> None:
         self.rates: dict[Direction, LinkRate] = {"out": LinkRate(config.swap_out_bytes_s), "in": LinkRate(config.swap_in_bytes_s)}
         self._pool, self._swap = pool, swap
-        self._block_bytes, self._num_ranks = config.block_bytes, config.num_workers
+        self._block_bytes, self._all_ranks = config.block_bytes, all_ranks(config.num_workers)
         self._ordered: list[TransferInFlight] = []  #: for the plan being built
         self._in_flight: dict[int, TransferInFlight] = {}  #: oldest first, ordered ones included
         self._num_background: dict[Direction, int] = {"out": 0, "in": 0}
@@ -121,22 +122,26 @@ class Transfers:
             self.step_s += _STEP_WEIGHT * (seconds - self.step_s)
 
     def done(self, event: TransferDone) -> tuple[list[TransferInFlight], int]:
-        """Takes a rank's acknowledgement. Returns the transfers that are complete now, and how many ids were unknown.
+        """Takes a rank's acknowledgement. Returns the transfers that are complete now, and how many ids meant nothing.
 
-        The references that the transfers held are given back.
+        Those are unknown, or this rank has said so before. The references that the transfers held are given back.
         """
         complete: list[TransferInFlight] = []
-        known = [transfer for number in event.transfer_ids if (transfer := self._in_flight.get(number)) is not None]
-        for transfer in known:
-            transfer.ranks_left -= 1
+        num_unknown = 0
+        for number in event.transfer_ids:
+            transfer = self._in_flight.get(number)
+            if transfer is None or not includes(transfer.ranks_left, event.rank):
+                num_unknown += 1
+                continue
+            transfer.ranks_left = without(transfer.ranks_left, event.rank)
             transfer.ok = transfer.ok and event.ok
             transfer.seconds = max(transfer.seconds, event.seconds / len(event.transfer_ids))
-            if transfer.ranks_left == 0:
+            if not transfer.ranks_left:
                 complete.append(transfer)
         self._measure(complete)
         for transfer in complete:
             self._close(transfer)
-        return complete, len(event.transfer_ids) - len(known)
+        return complete, num_unknown
 
     def _measure(self, complete: list[TransferInFlight]) -> None:
         for direction, rate in self.rates.items():
@@ -159,7 +164,7 @@ class Transfers:
             self._pool.release(transfer.block, oldest=transfer.direction == "out")
 
     def _order(self, direction: Direction, block: BlockId, slot: SwapSlotId, holds_block: bool) -> TransferInFlight:
-        transfer = TransferInFlight(self._next_id, direction, block, slot, self._num_ranks, holds_block)
+        transfer = TransferInFlight(self._next_id, direction, block, slot, self._all_ranks, holds_block)
         self._next_id += 1
         self._ordered.append(transfer)
         self._in_flight[transfer.transfer_id] = transfer

@@ -72,6 +72,7 @@ class Settings:
     every_s: float = 5.0  #: between the end of one round of faults and the next, on average
     seed: int = 1
     kinds: Sequence[str] = KINDS
+    num_ranks: int = 1
     scale: Scale = TINY
     slack_s: float = 0.0  #: added to every limit
 
@@ -95,11 +96,12 @@ class Outcome:
 
 
 @contextmanager
-def chaos_server(scale: Scale, num_streams: int, model: str | Path | None = None) -> Iterator[tuple[Server, Path]]:
+def chaos_server(scale: Scale, num_streams: int, model: str | Path | None = None, num_ranks: int = 1) -> Iterator[tuple[Server, Path]]:
     """A server of this scale for so many streams, and the folder in which it keeps its sockets. The tiny model unless told otherwise."""
     with TemporaryDirectory(prefix="chaos-") as folder:
         path = tiny_checkpoint("vector-heads") if model is None else model
-        with running_server(*scale.flags(num_streams), model=path, env={"TMPDIR": folder}, timeout_s=600.0) as server:
+        flags = [*scale.flags(num_streams), "--tensor-parallel-size", str(num_ranks)]
+        with running_server(*flags, model=path, env={"TMPDIR": folder}, timeout_s=600.0) as server:
             yield server, Path(folder)
 
 
@@ -133,7 +135,7 @@ class Chaos:
         return outcome
 
     async def _strike(self, outcome: Outcome, on_round: Callable[[Sequence[Report]], None]) -> None:
-        source, draw = FaultSource(self._settings.seed, self._settings.kinds, NUM_FRONTENDS), random.Random(self._settings.seed)
+        source, draw = FaultSource(self._settings.seed, self._settings.kinds, NUM_FRONTENDS, self._settings.num_ranks), random.Random(self._settings.seed)
         started = time.monotonic()
         while time.monotonic() - started < self._settings.seconds and not self._watch.has_ended:
             await asyncio.sleep(self._settings.every_s * draw.uniform(0.5, 1.5))

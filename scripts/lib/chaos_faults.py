@@ -52,12 +52,13 @@ _DOUBLE, _DOUBLE_S = 0.25, (0.0, 2.0)
 
 @dataclass(frozen=True)
 class Fault:
-    """`process` is a title, for example `worker 0`."""
+    """`process` is a title, for example `worker 0`: of several ranks any, and the whole group dies with it."""
 
     kind: str
     process: str
     seconds: float = 0.0  #: until a freeze ends
     after_s: float = 0.0  #: since the first fault of the same round
+    num_ranks: int = 1
 
     def __str__(self) -> str:
         return f"{self.kind} {self.process}"
@@ -67,10 +68,16 @@ class Fault:
         return self.process.partition(" ")[0]
 
     @property
+    def request(self) -> BadRequest:
+        """What is asked, if its kind is one of `REQUESTS`. Of several ranks none can try a step again in which another may have raised."""
+        found, fatal = REQUESTS[self.kind], REQUESTS["poison"]
+        return found._replace(code=fatal.code, deaths=fatal.deaths) if self.kind == "raise" and self.num_ranks > 1 else found
+
+    @property
     def deaths(self) -> tuple[int, int]:
         """How many it causes, at least and at most."""
         if self.kind in REQUESTS:
-            return REQUESTS[self.kind].deaths
+            return self.request.deaths
         return (0, 0) if self.kind == "freeze" else (1, 1)
 
 
@@ -99,10 +106,11 @@ class Limits:
         return replace(self, company_s=sum(self.back_s(other) for other in others))
 
 
-def all_faults(kinds: Iterable[str], num_frontends: int) -> list[Fault]:
+def all_faults(kinds: Iterable[str], num_frontends: int, num_ranks: int = 1) -> list[Fault]:
     """Each kind for each process that it can strike."""
-    processes = ["worker 0", "scheduler 0", *(f"frontend {index}" for index in range(num_frontends))]
-    return [Fault(kind, process) for kind in kinds for process in processes if kind in SIGNALS or process == "worker 0"]
+    workers = [f"worker {rank}" for rank in range(num_ranks)]
+    processes = [*workers, "scheduler 0", *(f"frontend {index}" for index in range(num_frontends))]
+    return [Fault(kind, process, num_ranks=num_ranks) for kind in kinds for process in processes if kind in SIGNALS or process == "worker 0"]
 
 
 class FaultSource:
@@ -111,9 +119,9 @@ class FaultSource:
     Each kind and process comes once, in random order, before any comes again.
     """
 
-    def __init__(self, seed: int, kinds: Sequence[str], num_frontends: int) -> None:
+    def __init__(self, seed: int, kinds: Sequence[str], num_frontends: int, num_ranks: int = 1) -> None:
         self._draw = random.Random(seed)
-        self._all = all_faults(kinds, num_frontends)
+        self._all = all_faults(kinds, num_frontends, num_ranks)
         self._left: list[Fault] = []
 
     def next_round(self) -> list[Fault]:
@@ -124,13 +132,13 @@ class FaultSource:
         if not others:
             return [first]
         other = self._draw.choice(others)
-        return [first, Fault(other.kind, other.process, after_s=self._draw.uniform(*_DOUBLE_S))]
+        return [first, replace(other, after_s=self._draw.uniform(*_DOUBLE_S))]
 
     def _take(self) -> Fault:
         if not self._left:
             self._left = self._draw.sample(self._all, len(self._all))
         fault = self._left.pop()
-        return Fault(fault.kind, fault.process, self._draw.uniform(*FREEZE_S)) if fault.kind == "freeze" else fault
+        return replace(fault, seconds=self._draw.uniform(*FREEZE_S)) if fault.kind == "freeze" else fault
 
 
 class Struck(NamedTuple):

@@ -86,7 +86,8 @@ class Watch:
             name, process = line["event"], line["child"]
             self._events.append((datetime.fromisoformat(line["timestamp"]).timestamp(), name, process))
             if name == LOST:
-                self.deaths[process] += 1
+                # Ranks end together, which is one death.
+                self.deaths[process] += not (process.startswith("worker ") and any(other.startswith("worker ") for other in self.down - {process}))
                 self.down.add(process)
             else:
                 self.down.discard(process)
@@ -156,7 +157,7 @@ async def _freeze(server: Server, clients: Clients, report: Report) -> None:
 
 async def _ask_badly(server: Server, watch: Watch, report: Report, limits: Limits) -> float:
     """Sends the request that no worker can compute; returns when the first died of it, once it alone has failed and a worker is ready."""
-    at, bad = time.time(), REQUESTS[report.fault.kind]
+    at, bad = time.time(), report.fault.request
     try:
         async with connections(server.url) as client:
             await ask(client, {"prompt": [bad.token_id] * 4, "max_tokens": 4}, stream=False)

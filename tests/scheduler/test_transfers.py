@@ -83,6 +83,18 @@ def test_unknown_and_repeated_acknowledgements_are_counted_and_change_nothing() 
     assert link.pool.num_free == 8
 
 
+def test_a_rank_that_says_it_twice_or_is_none_does_not_stand_in_for_another() -> None:
+    link = Link(num_workers=3)
+    number, block, _ = link.order_out()
+    assert link.done(number, rank=2) == 0
+    assert link.done(number, rank=2) == 1
+    assert [link.done(number, rank=rank) for rank in (-1, 3, 2**62)] == [1, 1, 1]
+    assert link.done(number, number, rank=0) == 1
+    assert link.pool.count(block) == 1
+    assert link.done(number, number, rank=1) == 11
+    assert link.pool.num_free == 8
+
+
 def test_the_budget_is_half_of_what_the_link_moves_in_a_step_less_what_is_under_way() -> None:
     link = Link()
     for _ in range(200):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -194,6 +195,21 @@ def test_faults_are_drawn_from_the_seed_and_all_come_before_any_comes_again() ->
     assert sorted(firsts[: len(everything)]) == sorted(firsts[len(everything) :]) == sorted(map(str, everything))
 
 
+def test_of_several_ranks_each_is_struck() -> None:
+    everything = all_faults(KINDS, 2, num_ranks=3)
+    assert len(everything) == 4 * (3 + 1 + 2) + 3
+    assert {fault.process for fault in everything if fault.kind == "kill" and fault.process_kind == "worker"} == {"worker 0", "worker 1", "worker 2"}
+    drawn = [fault for _ in range(100) for fault in FaultSource(1, KINDS, 2, 3).next_round()]
+    assert {fault.num_ranks for fault in drawn} == {3}
+
+
+def test_what_raises_on_one_of_several_ranks_ends_them_all() -> None:
+    alone, together = Fault("raise", "worker 0"), Fault("raise", "worker 0", num_ranks=2)
+    assert (alone.deaths, alone.request.code) == ((0, 0), "generation_failed")
+    assert (together.deaths, together.request.code) == (Fault("poison", "worker 0").deaths, "request_failed")
+    assert Fault("nan", "worker 0", num_ranks=2).request == Fault("nan", "worker 0").request
+
+
 def test_sometimes_another_process_dies_during_a_repair() -> None:
     doubles = [faults for faults in drawn(1, 400) if len(faults) > 1]
     assert 20 < len(doubles) < 100
@@ -288,8 +304,8 @@ class Patient:
         self._say(RESTARTED)
         self._status = "200 OK" if self._is_ready_again else self._status
 
-    def _say(self, event: str) -> None:
-        line = {"timestamp": datetime.now(UTC).isoformat(), "event": event, "child": "worker 0"}
+    def _say(self, event: str, child: str = "worker 0") -> None:
+        line = {"timestamp": datetime.now(UTC).isoformat(), "event": event, "child": child}
         with self._log_path.open("a") as log:
             log.write(json.dumps(line) + "\n")
 
@@ -302,6 +318,16 @@ class Patient:
             report = await disturb(cast(Server, self), watch, cast(Clients, self.clients), Fault("kill", "worker 0"), limits)
             watching.cancel()
             return report, watch
+
+
+def test_ranks_that_end_together_are_one_death(tmp_path: Path) -> None:
+    patient = Patient(tmp_path)
+    watch = Watch(cast(Server, patient))
+    for event, child in ((LOST, "worker 1"), (LOST, "worker 0"), (LOST, "frontend 0"), (RESTARTED, "worker 0"), (RESTARTED, "worker 1"), (LOST, "worker 0")):
+        patient._say(event, child)
+    watch._read_log()
+    assert watch.deaths == Counter({"worker 1": 1, "worker 0": 1, "frontend 0": 1})
+    assert watch.down == {"frontend 0", "worker 0"}
 
 
 def test_what_a_repair_takes_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
