@@ -61,11 +61,11 @@ class BlockPool(IdPool[BlockId]):
             self._num_reclaimable -= 1
         super().reference(block)
 
-    def release(self, block: BlockId, fence: PlanId = NO_PLAN, *, oldest: bool = False) -> None:
+    def release(self, block: BlockId, fence: PlanId = NO_PLAN, *, oldest: bool = False, expendable: bool = False) -> None:
         """Gives back a strong reference."""
         if self._counts[block] == self._weak[block]:
             raise ValueError(f"block {block} released twice")
-        super().release(block, fence, oldest=oldest)
+        super().release(block, fence, oldest=oldest, expendable=expendable)
         if self._counts[block] and self._counts[block] == self._weak[block]:
             self._num_reclaimable += 1
 

@@ -43,8 +43,8 @@ class IdPool(Generic[Id]):
         self._counts = [0] * total
         #: Used as a stack: the one freed last is the likeliest to be warm in a cache.
         self._free: list[Id] = [cast(Id, number) for number in reversed(range(total))]
-        #: Order of eviction.
-        self._cached: OrderedDict[Id, None] = OrderedDict()
+        #: Order of eviction, and whether it is expendable: hardly anybody will want it again.
+        self._cached: OrderedDict[Id, bool] = OrderedDict()
         #: Unreferenced, waiting for the acknowledgement of this plan.
         self._fenced: dict[Id, PlanId] = {}
 
@@ -76,6 +76,10 @@ class IdPool(Generic[Id]):
     def is_cached(self, number: Id) -> bool:
         return number in self._cached
 
+    def is_expendable(self, number: Id) -> bool:
+        """It is cached, but not worth any effort to keep."""
+        return self._cached.get(number, False)
+
     def oldest_cached(self, limit: int) -> Iterator[Id]:
         """The first `limit` that `allocate` would take once nothing is free."""
         return islice(self._cached, limit)
@@ -94,7 +98,7 @@ class IdPool(Generic[Id]):
 
     def adopt(self, entries: Iterable[tuple[Id, bytes]]) -> int:
         """Ids of an untouched pool have the contents that these keys stand for, from before it existed: they are cached. Returns how many."""
-        adopted = {number: None for number, key in entries if 0 <= number < self.total and self.index.insert(key, number)}
+        adopted = {number: False for number, key in entries if 0 <= number < self.total and self.index.insert(key, number)}
         self._free = [number for number in self._free if number not in adopted]
         self._cached.update(adopted)
         return len(adopted)
@@ -105,10 +109,11 @@ class IdPool(Generic[Id]):
             raise ValueError(f"{self.NOUN} {number} is free: nothing can refer to it")
         self._counts[number] += 1
 
-    def release(self, number: Id, fence: PlanId = NO_PLAN, *, oldest: bool = False) -> None:
+    def release(self, number: Id, fence: PlanId = NO_PLAN, *, oldest: bool = False, expendable: bool = False) -> None:
         """One reference less. The last one leaves it cached or free, once plan `fence` is acknowledged.
 
-        `oldest`: it goes back to the front of the cached ones, because it was only looked at, not used.
+        `oldest`: it goes back to the front of the cached ones, because it was only looked at, not used. So does what is
+        `expendable`.
         """
         if self._counts[number] == 0:
             raise ValueError(f"{self.NOUN} {number} released twice")
@@ -116,7 +121,8 @@ class IdPool(Generic[Id]):
         if self._counts[number] == 0:
             if fence == NO_PLAN:
                 self._settle(number)
-                if oldest and number in self._cached:
+                if (oldest or expendable) and number in self._cached:
+                    self._cached[number] = expendable
                     self._cached.move_to_end(number, last=False)
             else:
                 self._fenced[number] = fence
@@ -162,6 +168,6 @@ class IdPool(Generic[Id]):
 
     def _settle(self, number: Id) -> None:
         if number in self.index:
-            self._cached[number] = None
+            self._cached[number] = False
         else:
             self._free.append(number)

@@ -28,6 +28,7 @@ class PrefixIndex(Generic[Id]):
     def __init__(self) -> None:
         self._blocks: dict[bytes, Id] = {}
         self._keys: dict[Id, bytes] = {}
+        self.version = 0  #: grows with every change
         self.mirror: Mirror[Id] | None = None
         self.mirrors_inserts = True  #: false where what is inserted is still being written: then the owner tells when it is
 
@@ -60,6 +61,7 @@ class PrefixIndex(Generic[Id]):
             return False
         if block in self._keys:
             raise ValueError(f"block {block} already stands for another prefix")
+        self.version += 1
         self._blocks[key] = block
         self._keys[block] = key
         if self.mirror is not None and self.mirrors_inserts:
@@ -70,6 +72,7 @@ class PrefixIndex(Generic[Id]):
         """Forgets a block that is about to be overwritten. No effect if it is not indexed."""
         key = self._keys.pop(block, None)
         if key is not None:
+            self.version += 1
             del self._blocks[key]
             if self.mirror is not None:
                 self.mirror.clear(block)

@@ -24,6 +24,7 @@ from pagemill.messages import (
     AbortRequest,
     AddRequest,
     Adopt,
+    Distrust,
     Drain,
     Effect,
     Event,
@@ -54,6 +55,7 @@ from scheduler.plans import PlanInFlight, SliceInFlight
 from scheduler.policies import load_policies
 from scheduler.preemption import Preemption
 from scheduler.queues import Queues
+from scheduler.ranks import all_ranks, includes
 from scheduler.rates import PrefillRate, num_pairs
 from scheduler.results import Results
 from scheduler.rows import Rows
@@ -73,11 +75,11 @@ class SchedulerCore:
             raise ValueError(f"unknown scheduling policy {self.config.scheduling_policy!r}: there are {', '.join(policies)}")
         self.policy = policies[self.config.scheduling_policy]()
         self.counters = Counters()
-        self.memory = KvMemory(self.config.num_blocks, self.config.block_size, self.config.num_groups)
+        self.memory = KvMemory(self.config.num_blocks, self.config.block_size, self.config.groups, self.config.max_num_batched_tokens)
         self.prefill = PrefillRate(self.config.prefill_tok_s)
         self.swapping = Swapping(self.config, self.memory, self.prefill)
         self.queues = Queues()
-        self.rows = Rows(self.config.epoch, self.config.num_groups)
+        self.rows = Rows(self.config.epoch, len(self.config.groups))
         self.preemption = Preemption(self.config, self.queues, self.memory, self.swapping, self.prefill, self._on_preempted)
         self.preemption.on_resumed = self.counters.count_resume
         self.swapping.on_lost = self._on_lost
@@ -89,6 +91,7 @@ class SchedulerCore:
         self._next_seq_id = 1
         self._next_plan_id = 1
         self._draining = False
+        self.is_distrusted = False  #: the ranks do not agree: this core and its workers are at their end
         self._forced: list[Preempt] = []  #: to be obeyed at the next turn
         self._deadlines: list[tuple[float, SequenceKey]] = []  #: a heap: until when sequences may wait to be started
         self._outputs = Outputs(self.config.epoch)
@@ -105,10 +108,8 @@ class SchedulerCore:
                 self._finish_request(event)
             case AbortRequest():
                 self._abort(event)
-            case StepDone():
-                self._step_done(event)
-            case RowMissing():
-                self._row_missing(event)
+            case StepDone() | RowMissing():
+                effects += self._answered(event)
             case PeerLost():
                 self._peer_lost(event)
             case Drain():
@@ -153,7 +154,7 @@ class SchedulerCore:
             heapq.heappush(self._deadlines, (now + request.limits.max_queue_s, request.key))
 
     def _enter(self, request: AddRequest, now: float) -> Sequence:
-        sequence = Sequence(SeqId(self._next_seq_id), request, now=now, block_size=self.config.block_size, num_groups=self.config.num_groups)
+        sequence = Sequence(SeqId(self._next_seq_id), request, now=now, block_size=self.config.block_size, num_groups=len(self.config.groups))
         self._next_seq_id += 1
         sequence.order = self.policy.key(sequence)
         sequence.waiting_since_step = self.counters.num_plans
@@ -237,7 +238,7 @@ class SchedulerCore:
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         self._expire(now)
-        while len(self.plans) < self.config.max_plans_in_flight and not (self.plans and self.plans[-1].is_alone):
+        while not self.is_distrusted and len(self.plans) < self.config.max_plans_in_flight and not (self.plans and self.plans[-1].is_alone):
             planned = self._plan(now)
             if not planned:
                 break
@@ -276,7 +277,7 @@ class SchedulerCore:
                 sequence.drawn_in = plan_id
             if sequence.queue_s < 0:
                 sequence.queue_s = now - sequence.added_at
-        self.plans.append(PlanInFlight(plan_id, in_flight, self.config.num_workers, is_alone=is_alone))
+        self.plans.append(PlanInFlight(plan_id, in_flight, all_ranks(self.config.num_workers), is_alone))
         self.counters.count_plan(planned)
         return [*installs, Plan(self.config.epoch, plan_id, tuple(slices), transfers, self.rows.take_released(installs))]
 
@@ -310,29 +311,31 @@ class SchedulerCore:
 
     # --- workers ---------------------------------------------------------------------------------------
 
-    def _step_done(self, done: StepDone) -> None:
-        plan = self._plan_in_flight(done.epoch, done.plan_id)
+    def _answered(self, answer: StepDone | RowMissing) -> list[Effect]:
+        """A plan is carried out, or known not to be, when all ranks have said the same of it."""
+        plan = self._plan_in_flight(answer)
         if plan is None:
-            return
-        plan.ranks_left -= 1
-        if done.rank == 0:
-            plan.results = {(result.row, result.version): result for result in done.results}
-            plan.seconds = done.seconds
-        if plan.ranks_left:
-            return
-        self._acknowledge(plan)
+            return []
+        if difference := plan.take(answer):
+            self.is_distrusted = True
+            return [Distrust(answer.rank, difference)]
+        if not plan.ranks_left:
+            self._acknowledge(plan)
+            if isinstance(answer, StepDone):
+                self._step_done(plan)
+            else:
+                self._row_missing(plan)
+        return []
+
+    def _step_done(self, plan: PlanInFlight) -> None:
         self._measure(plan)
         for slice_ in plan.slices:
             if slice_.piece.sequence.status is not Status.FINISHED and not slice_.is_void:
                 self.results.apply(slice_, plan.results.get((slice_.row, slice_.row_version)))
         self.results.current = None
 
-    def _row_missing(self, missing: RowMissing) -> None:
+    def _row_missing(self, plan: PlanInFlight) -> None:
         """The workers changed nothing: everything of that plan is planned again, the missing row after a new installation."""
-        plan = self._plan_in_flight(missing.epoch, missing.plan_id)
-        if plan is None:
-            return
-        self._acknowledge(plan)
         for slice_ in plan.slices:
             # What the slice told the row is lost with it, so every row of the plan is installed anew.
             sequence = slice_.piece.sequence
@@ -341,18 +344,21 @@ class SchedulerCore:
             self.results.void_slices(sequence)  # also where they do not count any more: what they computed on is not there
 
     def _transfer_done(self, done: TransferDone) -> None:
-        if done.epoch != self.config.epoch:
+        if done.epoch != self.config.epoch or self.is_distrusted:
             self.counters.num_dropped += 1
             return
         self.counters.num_dropped += self.swapping.done(done, [*self.queues.preempted, *self.queues.waiting])
         self.counters.changed = True
 
-    def _plan_in_flight(self, epoch: int, plan_id: PlanId) -> PlanInFlight | None:
-        """The plan an answer is about; an answer of an older epoch or to an unknown plan is dropped and counted."""
-        if epoch == self.config.epoch:
-            for plan in self.plans:
-                if plan.plan_id == plan_id:
-                    return plan
+    def _plan_in_flight(self, answer: StepDone | RowMissing) -> PlanInFlight | None:
+        """The plan an answer is about: of those that its rank has not answered the oldest, for ranks answer in order.
+
+        Any other answer is dropped and counted: of an older epoch, to an unknown plan, said twice, of no rank.
+        """
+        if answer.epoch == self.config.epoch and not self.is_distrusted:
+            plan = next((plan for plan in self.plans if includes(plan.ranks_left, answer.rank)), None)
+            if plan is not None and plan.plan_id == answer.plan_id:
+                return plan
         self.counters.num_dropped += 1
         return None
 
@@ -371,15 +377,14 @@ class SchedulerCore:
 
     def _measure(self, plan: PlanInFlight) -> None:
         """Lets the planner learn from a step what computing costs."""
-        seconds = sum(plan.seconds.values())
         if plan.slices:
             self.counters.count_step(plan.seconds)
-            self.swapping.transfers.measure_step(seconds)
+            self.swapping.transfers.measure_step(plan.step_s)
         prompts = [slice_.piece for slice_ in plan.slices if slice_.piece.num_tokens > 1]
         if prompts:
             num_tokens = sum(piece.num_tokens for piece in prompts)
             pairs = sum(num_pairs(piece.start, piece.start + piece.num_tokens) for piece in prompts)
-            self.prefill.measure(num_tokens, pairs, num_tokens + len(plan.slices) - len(prompts), seconds)
+            self.prefill.measure(num_tokens, pairs, num_tokens + len(plan.slices) - len(prompts), plan.step_s)
 
     def _snapshot_if_due(self, now: float) -> list[Effect]:
         counters = self.counters

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pagemill.messages import KvGroup
+
 Positive = Annotated[int, Meta(ge=1)]
 
 
@@ -15,7 +17,7 @@ class CoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     num_blocks: Positive = 1024
     block_size: Positive = 16
-    num_groups: Positive = 1  #: KV groups; every block of every group has `block_size` tokens
+    groups: Annotated[tuple[KvGroup, ...], Meta(min_length=1)] = (KvGroup(),)  #: every block of every group has `block_size` tokens
     max_model_len: Positive = 8192
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 512

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from pagemill.messages import NONE, Adopt, StatsSnapshot
+from pagemill.messages import Adopt, StatsSnapshot
 from scheduler.core_config import CoreConfig
 from scheduler.decisions import Decisions
 from scheduler.kv_memory import KvMemory
@@ -92,7 +92,7 @@ def slot_utilization(queues: Queues, memory: KvMemory) -> float:
     for sequence in (*queues.running, *queues.preempted):
         unused = len(sequence.tables[0]) * memory.block_size - sequence.num_computed_tokens - sequence.num_planned_tokens
         if unused:
-            wasted += unused * sum(table[len(table) - 1] != NONE for table in sequence.tables)
+            wasted += unused * (sum(table[len(table) - 1] >= 0 for table in sequence.tables) if sequence.num_absent else memory.num_groups)
     return (num_positions - wasted) / num_positions
 
 
@@ -137,4 +137,5 @@ def snapshot(
         sequences_finished=dict(counters.sequences_finished),
         num_suspects=num_suspects,
         core_rebuilds=counters.core_rebuilds,
+        blocks_dead=sum(memory.num_dead_blocks(sequence) for sequence in queues),
     )

@@ -10,8 +10,10 @@ from typing import cast
 
 from kvstore.block_table import blocks_for
 from kvstore.id_pool import Id, IdPool
-from pagemill.messages import NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
+from pagemill.kv_groups import first_live_block
+from pagemill.messages import BEHIND, NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
 from scheduler.core import SchedulerCore
+from scheduler.ranks import all_ranks
 from scheduler.sequence import Sequence, Status
 
 
@@ -73,7 +75,7 @@ def _check_sequences(core: SchedulerCore) -> None:
 
 
 def _check_tables(core: SchedulerCore, sequence: Sequence) -> None:
-    """Each entry is on the device or in the arena, and there are as many as the positions need."""
+    """Each entry is on the device, in the arena or behind the window, and there are as many as the positions need."""
     reached = sequence.num_computed_tokens + sequence.num_planned_tokens
     _require(reached <= sequence.num_tokens + sequence.num_pending_tokens, "{!r} computes more than it knows", sequence)
     num_absent = 0
@@ -82,11 +84,25 @@ def _check_tables(core: SchedulerCore, sequence: Sequence) -> None:
         _require(len(table) == wanted, "{!r} holds {} blocks for {} positions", sequence, len(table), reached)
         away = {index for index, block in enumerate(table.ids) if block == NONE} if NONE in table.ids else set()
         num_absent += len(away)
-        num_present = len(set(table.ids)) - bool(away)
-        _require(num_present == len(table) - len(away), "{!r} names a block twice", sequence)
+        num_present = len(set(table.live())) - bool(away)
+        _require(num_present == len(table) - table.num_behind - len(away), "{!r} names a block twice", sequence)
         away |= {index for in_group, index in sequence.arriving if in_group == group}
         _require(away == set(sequence.slots[group]), "{!r}: entries {} are away, slots are held for {}", sequence, away, sequence.slots[group])
     _require(sequence.num_absent == num_absent, "{!r} counts {} absent entries, there are {}", sequence, sequence.num_absent, num_absent)
+    _check_windows(core, sequence)
+
+
+def _check_windows(core: SchedulerCore, sequence: Sequence) -> None:
+    """What a window has left behind is given up, to the block; all that positions to come look back to is there."""
+    size, num_computed = core.config.block_size, sequence.num_computed_tokens
+    for group, table in zip(core.config.groups, sequence.tables, strict=True):
+        is_prefix = table.ids.count(BEHIND) == table.num_behind and all(block == BEHIND for block in table.ids[: table.num_behind])
+        _require(is_prefix, "{!r}: not the first {} entries are behind the window, as counted", sequence, table.num_behind)
+        wanted = first_live_block(group, num_computed // size * size, size)
+        _require(table.num_behind >= wanted, "{!r} keeps {} blocks behind a window", sequence, wanted - table.num_behind)
+        _require(table.num_behind <= wanted, "{!r} lacks {} blocks that a window reaches", sequence, table.num_behind - wanted)
+    num_behind = sum(table.num_behind for table in sequence.tables)
+    _require(sequence.num_behind == num_behind, "{!r} counts {} entries behind windows, there are {}", sequence, sequence.num_behind, num_behind)
 
 
 def _check_blocks(core: SchedulerCore) -> None:
@@ -95,7 +111,7 @@ def _check_blocks(core: SchedulerCore) -> None:
     for sequence in core.queues:
         for table in sequence.tables:
             for number in table.ids:
-                if number != NONE:
+                if number >= 0:
                     references[number] += 1
                     weak[number] += sequence.holds_weakly
     for transfer in core.swapping.transfers.in_flight():
@@ -146,6 +162,8 @@ def _check_slots(core: SchedulerCore) -> None:
 def _check_transfers(core: SchedulerCore) -> None:
     transfers = core.swapping.transfers
     in_flight = transfers.in_flight()
+    waited_for = [transfer.ranks_left for transfer in in_flight]
+    _require(all(0 < ranks <= all_ranks(core.config.num_workers) for ranks in waited_for), "a transfer waits for nobody, or for ranks that are none")
     slots_read = [transfer.slot for transfer in in_flight if transfer.direction == "in"]
     slots_written = [transfer.slot for transfer in in_flight if transfer.direction == "out"]
     _require(not set(slots_read) & set(slots_written), "a slot is read while it is being written")
@@ -175,12 +193,12 @@ def _check_index(core: SchedulerCore) -> None:
     for key, block in index.entries().items():
         _require(index.key_of(block) == key, "block {} and its key disagree", block)
     for sequence in core.queues:
-        for block_index in range(sequence.num_computed_tokens // core.config.block_size):
-            if sequence.tables[0][block_index] == NONE:
-                continue
-            indexed = index.key_of(sequence.tables[0][block_index])
-            right = indexed is None or (sequence.is_cacheable and indexed == sequence.block_key(block_index))
-            _require(right, "{!r}: block {} holds another prefix", sequence, block_index)
+        num_full = sequence.num_computed_tokens // core.config.block_size
+        for group, table in enumerate(sequence.tables):
+            for block_index, number in enumerate(table.ids[:num_full]):
+                indexed = index.key_of(BlockId(number)) if number >= 0 else None
+                right = indexed is None or (sequence.is_cacheable and indexed == sequence.copy_key(block_index, group))
+                _require(right, "{!r}: block {} holds another prefix", sequence, block_index)
     for sequence in core.memory.announced().values():
         _require(sequence.status is Status.RUNNING, "{!r} does not run, yet others wait for its blocks", sequence)
 
@@ -195,6 +213,7 @@ def _check_rows(core: SchedulerCore) -> None:
 def _check_plans(core: SchedulerCore) -> None:
     _require(len(core.plans) <= core.config.max_plans_in_flight, "too many plans in flight")
     for plan in core.plans:
+        _require(0 < plan.ranks_left <= all_ranks(core.config.num_workers), "plan {} waits for nobody, or for ranks that are none", plan.plan_id)
         num_tokens = sum(slice_.piece.num_tokens for slice_ in plan.slices)
         _require(num_tokens <= core.config.max_num_batched_tokens, "plan {} has {} tokens", plan.plan_id, num_tokens)
         names = [slice_.row for slice_ in plan.slices]

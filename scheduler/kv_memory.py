@@ -4,6 +4,10 @@ Here, and for what moves to and from the arena in `swapping`, block tables and t
 It knows sequences and their keys, but neither order nor budgets: who deserves a block is decided by `slices`
 and `preemption`, which ask here what there is.
 
+All tables of a sequence are equally long. In groups with a window the entries that no position can read any more are
+behind it, and given back at once: all but those that the end of the last full block looks back to, because that is where
+a hit on this prefix continues, and where a sequence that gives up its last blocks goes back to.
+
 Sharing has two halves. Confirmed blocks (full, every position acknowledged) are in the pool's prefix index
 and are adopted by whoever needs the same prefix. Blocks that a running sequence is about to compute are
 announced in `_computing`, so that one behind it in the order waits for them instead of computing them too.
@@ -13,56 +17,99 @@ References are strong while a sequence runs and weak while it does not; `loosen`
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 
 from kvstore.block_pool import BlockPool
 from kvstore.block_table import blocks_for
-from pagemill.messages import NO_PLAN, NONE, BlockId, PlanId
+from pagemill.kv_groups import first_live_block
+from pagemill.messages import NO_PLAN, NONE, BlockId, KvGroup, PlanId
+from scheduler.prefix_hits import Hit, OnDevice, Place, longest_hit
 from scheduler.sequence import Sequence, in_group
+
+#: More positions than any sequence has.
+_ENDLESS = 1 << 62
+#: More blocks than any pool has.
+_MANY_BLOCKS = 1 << 40
 
 
 class KvMemory:
     """Owns the pool. The tables of one sequence grow and shrink in step."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: Sequences[KvGroup], max_chunk: int) -> None:
+        """`max_chunk`: positions of one sequence that a step computes at most."""
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.groups = tuple(groups)
+        self.num_groups = len(groups)
+        self.num_full_groups = sum(not group.window for group in groups)
+        self._max_chunk = max_chunk
+        #: The groups that have the same window.
+        self._windows: dict[KvGroup, list[int]] = {}
+        for number, group in enumerate(groups):
+            if group.window:
+                self._windows.setdefault(group, []).append(number)
+        #: How far windows reach back from a border of blocks, in blocks, and how many groups do.
+        self._reaches = [(blocks_for(group.window - 1, block_size), len(numbers)) for group, numbers in self._windows.items()]
+        self._capacity_tokens = self._count_capacity()
+        self._nothing: Hit[BlockId] = Hit(0, [[] for _ in groups])
+        #: One turn asks for the same hit several times.
+        self._last_asked: tuple[int, ...] = ()
+        self._last_hit = self._nothing
         self.num_query_tokens = 0  #: prompt tokens looked up in the prefix index
         self.num_hit_tokens = 0  #: of these, found
         #: Told of a cached block before it is overwritten (saves it), and of a leaving one before a forward overwrites it.
         self.on_evict: Callable[[BlockId], None] = lambda block: None
         self.on_overwrite: Callable[[int], None] = lambda transfer_id: None
+        #: Told that in this group all entries before this one are behind the window, wherever they were.
+        self.on_behind: Callable[[Sequence, int, int], None] = lambda sequence, group, num_behind: None
         #: Key of a block not yet confirmed -> the running sequence that will compute it.
         self._computing: dict[bytes, Sequence] = {}
 
     # --- what there is ---------------------------------------------------------------------------------
 
     def capacity_tokens(self) -> int:
-        """The longest sequence that fits into an otherwise empty pool."""
-        return self.pool.num_blocks // self.num_groups * self.block_size
+        """The longest sequence that fits into an otherwise empty pool, computed in chunks as small as need be."""
+        return self._capacity_tokens
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks over all groups that hold that many positions of one sequence."""
-        return blocks_for(num_tokens, self.block_size) * self.num_groups
+    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """Blocks over all groups that a sequence of that many positions holds at most, if the last `chunk` are computed at once."""
+        whole = blocks_for(num_tokens, self.block_size)
+        total = whole * self.num_full_groups
+        for reach, num_groups in self._reaches:
+            total += num_groups * min(whole, reach + blocks_for(self.block_size - 1 + chunk, self.block_size))
+        return total
 
-    def num_needed_blocks(self, sequence: Sequence) -> int:
+    def num_awaited_blocks(self, sequence: Sequence, num_more: int = 0, *, frugal: bool = False) -> int:
+        """Blocks over all groups that it holds at most on its way to all its known tokens and `num_more`.
+
+        Windows need room for what is computed at once; `frugal`: in chunks as small as need be.
+        """
+        num_left = max(1, sequence.num_tokens - sequence.num_computed_tokens)
+        return self.blocks_for(sequence.num_tokens + num_more, 1 if frugal else min(num_left, self._max_chunk))
+
+    def num_needed_blocks(self, sequence: Sequence, *, frugal: bool) -> int:
         """What holding all its known tokens would take out of what is obtainable.
 
         Blocks it would allocate, and cached ones it would adopt; a hit that somebody refers to costs nothing.
         """
-        missing = self.blocks_for(sequence.num_tokens) - sequence.num_device_blocks
+        missing = self.num_awaited_blocks(sequence, frugal=frugal) - sequence.num_device_blocks
         return missing - sum(self.pool.count(block) > 0 for block in self.adoptable(sequence))
+
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that its tables lack to hold `num_tokens` positions."""
+        return (blocks_for(num_tokens, self.block_size) - len(sequence.tables[0])) * self.num_groups
 
     def adoptable(self, sequence: Sequence) -> list[BlockId]:
         """Confirmed blocks that continue what the sequence has, over all groups."""
-        return [block for run in self._hits(sequence) for block in run]
+        return [block for run in self._hits(sequence).runs for block in run]
 
     def is_being_computed_ahead(self, sequence: Sequence) -> bool:
         """Whether a running sequence ahead of this one is about to compute its next block."""
         if not sequence.is_cacheable or sequence.num_computed_tokens % self.block_size:
             return False
-        next_block = sequence.num_computed_tokens // self.block_size + len(self._hits(sequence)[0])
+        next_block = sequence.num_computed_tokens // self.block_size + self._hits(sequence).num_blocks
         if next_block >= self.num_sharable_blocks(sequence):
             return False
         holder = self._computing.get(sequence.block_key(next_block))
@@ -76,14 +123,27 @@ class KvMemory:
 
     def adopt_prefix(self, sequence: Sequence) -> int:
         """Takes over confirmed blocks behind what is computed. Returns how many positions that saved."""
-        runs = self._hits(sequence)
-        for table, run in zip(sequence.tables, runs, strict=True):
+        hit = self._hits(sequence)
+        if not hit.num_blocks:
+            return 0
+        self.make_way(sequence, hit)
+        for table, run in zip(sequence.tables, hit.runs, strict=True):
             for block in run:
                 self.refer(sequence, block)
             table.extend(run)
-        num_tokens = len(runs[0]) * self.block_size
-        self.num_hit_tokens += self.count_cached(sequence, num_tokens)
-        return num_tokens
+        cached = self.count_cached(sequence, hit.num_blocks * self.block_size)
+        self.num_hit_tokens += cached
+        return hit.num_blocks * self.block_size
+
+    def make_way(self, sequence: Sequence, hit: Hit[Place]) -> None:
+        """The hit is going to continue the tables: what its windows do not reach back to is behind them."""
+        end = len(sequence.tables[0]) + hit.num_blocks
+        self.leave_behind(sequence, end * self.block_size)
+        for table, run in zip(sequence.tables, hit.runs, strict=True):
+            if len(run) < hit.num_blocks:
+                table.extend_behind(hit.num_blocks - len(run))
+                sequence.num_behind += hit.num_blocks - len(run)
+        sequence.num_found_blocks = end
 
     def count_cached(self, sequence: Sequence, num_tokens: int) -> int:
         """The next `num_tokens` positions are computed without work. Returns how many of them are a gift to its prompt."""
@@ -109,11 +169,11 @@ class KvMemory:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Lets the tables of a running sequence hold `num_tokens` positions. False, and no change, if the pool cannot give that now."""
-        missing = self.blocks_for(num_tokens) - sequence.num_table_blocks
-        if missing > self.pool.num_obtainable:
+        num_more = blocks_for(num_tokens, self.block_size) - len(sequence.tables[0])
+        if num_more * self.num_groups > self.pool.num_obtainable:
             return False
         for table in sequence.tables:
-            for _ in range(blocks_for(num_tokens, self.block_size) - len(table)):
+            for _ in range(num_more):
                 table.append(self.allocate(overwrites=True))
         return True
 
@@ -138,7 +198,7 @@ class KvMemory:
         for block_index in range(first, last):
             key = sequence.block_key(block_index)
             for group, table in enumerate(sequence.tables):
-                if table[block_index] != NONE:
+                if table[block_index] >= 0:
                     self.pool.index.insert(in_group(key, group), table[block_index])
             if self._computing.get(key) is sequence:
                 del self._computing[key]
@@ -151,11 +211,11 @@ class KvMemory:
         if sequence.holds_weakly:
             self.pool.weaken(block)
 
-    def give_back(self, sequence: Sequence, block: BlockId, fence: PlanId = NO_PLAN) -> None:
+    def give_back(self, sequence: Sequence, block: BlockId, fence: PlanId = NO_PLAN, *, expendable: bool = False) -> None:
         """One reference of the sequence less."""
         if sequence.holds_weakly:
             self.pool.strengthen(block)
-        self.pool.release(block, fence)
+        self.pool.release(block, fence, expendable=expendable)
 
     def loosen(self, sequence: Sequence) -> None:
         """The sequence stops running: others may take what it holds. Blocks beyond what is computed or planned go back at once."""
@@ -163,15 +223,15 @@ class KvMemory:
         self._withdraw(sequence)
         sequence.holds_weakly = True
         for table in sequence.tables:
-            for block in table:
-                self.pool.weaken(block)
+            for block in table.live():
+                self.pool.weaken(BlockId(block))
 
     def tighten(self, sequence: Sequence) -> None:
         """The sequence runs, with all its blocks on the device."""
         sequence.holds_weakly = False
         for table in sequence.tables:
-            for block in table:
-                self.pool.strengthen(block)
+            for block in table.live():
+                self.pool.strengthen(BlockId(block))
 
     # --- shrinking -------------------------------------------------------------------------------------
 
@@ -181,13 +241,70 @@ class KvMemory:
         self._withdraw(sequence)
 
     def shrink(self, sequence: Sequence, num_tokens: int, fence: PlanId = NO_PLAN) -> None:
-        """Keeps the entries of the first `num_tokens` positions."""
+        """Keeps the entries of the first `num_tokens` positions; as for windows, see `way_back`."""
         for table in sequence.tables:
+            num_behind = table.num_behind
             for block in table.truncate(blocks_for(num_tokens, self.block_size)):
                 if block == NONE:
                     sequence.num_absent -= 1
                 else:
                     self.give_back(sequence, block, fence)
+            if table.num_behind != num_behind:
+                sequence.num_behind -= num_behind - table.num_behind
+                sequence.leaves_behind_at = 0
+
+    # --- windows ---------------------------------------------------------------------------------------
+
+    def leave_behind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives back what no window reaches any more, once `num_tokens` positions are computed.
+
+        No fence: plans in flight compute later positions, and the next use of these blocks is in a plan after those. What
+        the sequence has computed itself is the first to be overwritten, for a hit must end just there to need it; what
+        was found once may be found again.
+        """
+        num_whole, size = num_tokens // self.block_size, self.block_size
+        for group, numbers in self._windows.items():
+            num_behind = first_live_block(group, num_whole * size, size)
+            for number in numbers:
+                if num_behind > sequence.tables[number].num_behind:
+                    self._leave_behind(sequence, number, num_behind)
+        # Every further block leaves one behind, once the window does not reach back to the first any more.
+        sequence.leaves_behind_at = min(((max(num_whole, reach) + 1) * size for reach, _ in self._reaches), default=_ENDLESS)
+
+    def _leave_behind(self, sequence: Sequence, number: int, num_behind: int) -> None:
+        table, first = sequence.tables[number], sequence.tables[number].num_behind
+        for index, block in enumerate(table.leave_behind(num_behind), start=first):
+            sequence.num_behind += 1
+            if block == NONE:
+                sequence.num_absent -= 1
+            else:
+                self.give_back(sequence, block, expendable=index >= sequence.num_found_blocks)
+        if sequence.slots[number]:
+            self.on_behind(sequence, number, num_behind)
+
+    def way_back(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many positions the sequence can go back to, at most `num_tokens`: where the windows are gone, none is left."""
+        for group, numbers in self._windows.items():
+            if sequence.tables[numbers[0]].num_behind > first_live_block(group, num_tokens, self.block_size):
+                return 0
+        return num_tokens
+
+    def forget_behind(self, sequence: Sequence) -> None:
+        """What the sequence has left behind is not to be trusted: nobody else is to find it."""
+        for number, table in enumerate(sequence.tables if sequence.is_cacheable else ()):
+            for index in range(table.num_behind):
+                block = self.pool.index.find(in_group(sequence.block_key(index), number))
+                if block is not None:
+                    self.pool.forget(block)
+
+    def num_dead_blocks(self, sequence: Sequence) -> int:
+        """Blocks it holds on the device that none of its positions to come reads."""
+        num_dead = 0
+        for group, numbers in self._windows.items():
+            first_live = first_live_block(group, sequence.num_computed_tokens, self.block_size)
+            if first_live > sequence.tables[numbers[0]].num_behind:
+                num_dead += sum(block >= 0 for number in numbers for block in sequence.tables[number].live()[: first_live - sequence.tables[number].num_behind])
+        return num_dead
 
     # --- for invariants --------------------------------------------------------------------------------
 
@@ -202,19 +319,22 @@ class KvMemory:
                 if self._computing.get(key) is sequence:
                     del self._computing[key]
 
-    def _hits(self, sequence: Sequence) -> list[list[BlockId]]:
-        """Confirmed blocks that continue what is computed: a run for each group, all equally long."""
-        nothing: list[list[BlockId]] = [[] for _ in range(self.num_groups)]
-        first = sequence.num_computed_tokens // self.block_size
-        if not sequence.is_cacheable or sequence.num_computed_tokens % self.block_size:
-            return nothing
-        if sequence.num_planned_tokens or any(len(table) != first for table in sequence.tables):
-            return nothing
-        last = self.num_sharable_blocks(sequence)
-        if first >= last:
-            return nothing
-        sequence.block_key(last - 1)
-        keys = sequence.keys[first:last]
-        runs = [self.pool.index.find_run(keys if group == 0 else [in_group(key, group) for key in keys]) for group in range(self.num_groups)]
-        length = min(len(run) for run in runs)
-        return [run[:length] for run in runs]
+    def may_take_over(self, sequence: Sequence) -> bool:
+        """Whether blocks of others could continue what it has: all of that is full, and nothing more is being computed."""
+        return not sequence.num_planned_tokens and len(sequence.tables[0]) * self.block_size == sequence.num_computed_tokens
+
+    def _hits(self, sequence: Sequence) -> Hit[BlockId]:
+        """Confirmed blocks that continue what is computed."""
+        first, last = len(sequence.tables[0]), self.num_sharable_blocks(sequence)
+        if first >= last or not sequence.is_cacheable or not self.may_take_over(sequence):
+            return self._nothing
+        asked = (sequence.seq_id, self.pool.index.version, first, last)
+        if asked != self._last_asked:
+            sequence.block_key(last - 1)
+            self._last_hit = longest_hit(self.groups, OnDevice(self.pool.index, sequence.keys), first, last, self.block_size)
+            self._last_asked = asked
+        return self._last_hit
+
+    def _count_capacity(self) -> int:
+        num_blocks = bisect_right(range(_MANY_BLOCKS), self.pool.num_blocks, key=lambda whole: self.blocks_for(whole * self.block_size)) - 1
+        return _ENDLESS if num_blocks == _MANY_BLOCKS - 1 else num_blocks * self.block_size

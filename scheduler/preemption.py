@@ -95,7 +95,7 @@ class Preemption:
         memory = self._memory
         if memory.extend(sequence, num_tokens):
             return True
-        missing = memory.blocks_for(num_tokens) - sequence.num_table_blocks
+        missing = memory.num_missing_blocks(sequence, num_tokens)
         return self._reclaim(sequence, missing, "growth", {}) and memory.extend(sequence, num_tokens)
 
     def make_room(self, candidate: Sequence, num_first_blocks: int) -> bool:
@@ -109,7 +109,7 @@ class Preemption:
         if no_seat and not victims:
             return False
         adopted = dict.fromkeys(self._memory.adoptable(candidate))
-        needed = self._memory.num_needed_blocks(candidate)
+        needed = self._memory.num_needed_blocks(candidate, frugal=is_head)
         shortage = needed - self._room(candidate)
         if shortage > 0 and not is_head and not self._can_free(shortage, [*self._holders(candidate), *victims], adopted):
             return False
@@ -157,7 +157,8 @@ class Preemption:
         num_freed = 0
         for sequence in sequences:
             for table in sequence.tables:
-                for block in table:
+                for number in table.live():
+                    block = BlockId(number)
                     if block < 0 or block in keep:
                         continue
                     references[block] = references.get(block, 0) + 1
@@ -236,13 +237,13 @@ class Preemption:
         if not tail.entries:
             return Offer(sequence, tail, was_running, 0, 0, None, 0.0)
         num_without_copy = swapping.num_without_copy(sequence, tail)
-        first = tail.first_index * self._config.block_size
+        first = self._memory.way_back(sequence, min(sequence.num_computed_tokens, tail.first_index * self._config.block_size))
         recompute_s = self._prefill.seconds(first, sequence.num_computed_tokens)
         swap_s: float | None = None
         if len(tail.entries) <= swapping.swap.num_obtainable:
             out, back, size = swapping.transfers.rates["out"], swapping.transfers.rates["in"], self._config.block_bytes
             swap_s = out.seconds(swapping.transfers.backlog_bytes("out") + num_without_copy * size) + back.seconds(len(tail.entries) * size)
-        num_tokens = max(0, sequence.num_computed_tokens - first)
+        num_tokens = sequence.num_computed_tokens - first
         return Offer(sequence, tail, was_running, num_without_copy, num_tokens, swap_s, recompute_s)
 
     def _take_seat(self, needy: Sequence, victim: Sequence) -> None:
@@ -267,10 +268,10 @@ class Preemption:
         memory, running = self._memory, self._queues.running
         if candidate is self.head:
             return memory.pool.num_obtainable
-        promised = sum(max(0, memory.blocks_for(other.num_tokens) - other.num_table_blocks) for other in running)
+        promised = sum(max(0, memory.num_awaited_blocks(other) - other.num_table_blocks) for other in running)
         headroom = max(1, memory.pool.num_blocks // 64)
         if candidate.status is Status.PREEMPTED:
-            growth = (len(running) + 1) * memory.blocks_for(_HEADROOM_TOKENS)
+            growth = sum(memory.num_awaited_blocks(one, _HEADROOM_TOKENS) - memory.num_awaited_blocks(one) for one in (*running, candidate))
             headroom = max(headroom, min(growth, memory.pool.num_blocks // _HEADROOM_SHARE))
         return memory.pool.num_obtainable - promised - headroom - self.num_reserved
 

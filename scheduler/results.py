@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstore.block_table import blocks_for
 from pagemill.messages import NO_PLAN, NONE, FinishReason, RowResult, SequenceKey
 from scheduler.counters import Counters
 from scheduler.kv_memory import KvMemory
@@ -66,8 +67,9 @@ class Results:
         """It failed: its KV may be the reason, so nobody else is to find it."""
         for table in sequence.tables:
             for block in table:
-                if block != NONE:
+                if block >= 0:
                     self._memory.pool.index.remove(block)
+        self._memory.forget_behind(sequence)
         self._swapping.forget_copies(sequence)
 
     def give_back_unused(self, sequence: Sequence) -> None:
@@ -79,7 +81,8 @@ class Results:
         if sequence.status is Status.RUNNING:
             self._memory.shrink(sequence, sequence.num_computed_tokens, sequence.planned_in)
         else:
-            self._swapping.truncate(sequence, self._memory.blocks_for(sequence.num_computed_tokens) // self._memory.num_groups * self._memory.block_size)
+            size = self._memory.block_size
+            self._swapping.truncate(sequence, blocks_for(sequence.num_computed_tokens, size) * size)
 
     def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
         before = sequence.num_computed_tokens
@@ -89,6 +92,8 @@ class Results:
         if num_computed_tokens > sequence.num_highest_computed:
             sequence.num_highest_computed = num_computed_tokens
         self._memory.confirm(sequence, before)
+        if num_computed_tokens >= sequence.leaves_behind_at:
+            self._memory.leave_behind(sequence, num_computed_tokens)
 
     def _append(self, sequence: Sequence, result: RowResult) -> None:
         """Takes over the tokens drawn, up to the first that ends the sequence."""

@@ -49,7 +49,8 @@ class Sequence:
     """One sequence. Invariants: num_computed <= num_tokens; only a RUNNING one holds a row.
 
     Where its KV is belongs to each block. Entry i of a table is a device block, or NONE; then `slots` has i: the
-    block is in the arena. An arriving block is both, and `arriving` names the transfer. A running sequence has
+    block is in the arena. An arriving block is both, and `arriving` names the transfer. An entry that no position can read
+    any more is BEHIND its group's window, and in neither place. A running sequence has
     all its blocks on the device and refers to them strongly; all others refer weakly and can be made to give up.
     """
 
@@ -64,11 +65,14 @@ class Sequence:
         "key",
         "keys",
         "kv_version",
+        "leaves_behind_at",
         "limits",
         "num_absent",
+        "num_behind",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_emitted_tokens",
+        "num_found_blocks",
         "num_highest_computed",
         "num_pending_tokens",
         "num_planned_tokens",
@@ -135,6 +139,9 @@ class Sequence:
         self.slots: list[dict[int, SwapSlotId]] = [{} for _ in range(num_groups)]  #: by block index, only of those not (yet) on the device
         self.arriving: dict[tuple[int, int], int] = {}  #: (group, block index) -> the transfer that brings it
         self.num_absent = 0  #: entries of `tables` that are NONE
+        self.num_behind = 0  #: entries of `tables` that are BEHIND
+        self.leaves_behind_at = 0  #: as soon as so many positions are computed, further entries may be
+        self.num_found_blocks = 0  #: of the first blocks in each table the most that were ever taken over from others
         self.holds_weakly = True  #: its references to blocks are weak ones
         self.block_size = block_size
         self.root = request.root  #: empty: stays out of the prefix cache
@@ -161,8 +168,8 @@ class Sequence:
 
     @property
     def num_table_blocks(self) -> int:
-        """Entries of all tables."""
-        return sum(len(table) for table in self.tables)
+        """Entries of all tables that are not behind a window."""
+        return sum(len(table) for table in self.tables) - self.num_behind
 
     @property
     def num_device_blocks(self) -> int:

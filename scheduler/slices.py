@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvstore.block_table import blocks_for
 from pagemill.messages import NO_PLAN, NO_ROW, PlanId
 from scheduler.core_config import CoreConfig
 from scheduler.kv_memory import KvMemory
@@ -116,14 +117,14 @@ class StepBuilder:
         if candidate.planned_in != NO_PLAN:
             return True  # what became of its last slices is not known yet
         memory, swapping = self._memory, self._swapping
-        first_blocks = swapping.num_first_blocks(candidate) if candidate.num_absent else memory.blocks_for(self._tokens_left)
+        first_blocks = swapping.num_first_blocks(candidate) if candidate.num_absent else memory.num_groups * blocks_for(self._tokens_left, memory.block_size)
         if not self._preemption.make_room(candidate, first_blocks):
             return False
         memory.adopt_prefix(candidate)
         swapping.adopt(candidate)
         if not swapping.bring_in(candidate):
             self._preemption.num_returning += 1
-            self._preemption.num_reserved += memory.blocks_for(candidate.num_tokens) - candidate.num_device_blocks
+            self._preemption.num_reserved += memory.num_awaited_blocks(candidate) - candidate.num_device_blocks
             return True
         if candidate.status is Status.WAITING:
             memory.num_query_tokens += candidate.num_prompt_tokens

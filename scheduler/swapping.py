@@ -20,6 +20,7 @@ from kvstore.swap_space import SwapSpace
 from pagemill.messages import NO_PLAN, NONE, BlockId, PlanId, SwapSlotId, TransferDone
 from scheduler.core_config import CoreConfig
 from scheduler.kv_memory import KvMemory
+from scheduler.prefix_hits import OnBothTiers, longest_hit
 from scheduler.rates import PrefillRate
 from scheduler.sequence import Sequence
 from scheduler.transfers import TransferInFlight, Transfers
@@ -62,7 +63,9 @@ class Swapping:
         self._always_fetch = config.preemption == "swap"
         self._block_bytes, self._block_size = config.block_bytes, config.block_size
         self._low_water = max(_LOW_WATER[0], min(_LOW_WATER[1], int(config.num_blocks * _LOW_WATER_SHARE)))
-        memory.on_evict = self._save_evicted
+        #: Positions that are moved are counted by the blocks of this group.
+        self._counted_group = next((number for number, group in enumerate(config.groups) if not group.window), 0)
+        memory.on_evict, memory.on_behind = self._save_evicted, self._release_behind
         memory.on_overwrite = lambda transfer_id: self.transfers.make_urgent(transfer_id, self.plan_id)
 
     # --- giving up -------------------------------------------------------------------------------------
@@ -77,6 +80,8 @@ class Swapping:
         tail = Tail()
         for index in range(len(sequence.tables[0]) - 1, -1, -1):
             for group, table in enumerate(sequence.tables):
+                if index < table.num_behind:
+                    continue
                 block = table[index]
                 if tail.num_freed >= num_blocks:
                     return tail
@@ -103,14 +108,14 @@ class Swapping:
         return self.memory.pool.num_obtainable - before
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Forgets the KV behind the first `num_tokens` positions of a sequence that does not run.
+        """Forgets the KV after the first `num_tokens` positions of a sequence that does not run, all of it if no way leads back there.
 
         If positions in flight are among them, all in flight are given up.
         """
         if sequence.num_computed_tokens + sequence.num_planned_tokens > num_tokens:
             sequence.kv_version += 1
             sequence.num_planned_tokens = sequence.num_pending_tokens = 0
-            num_tokens = sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+            num_tokens = sequence.num_computed_tokens = self.memory.way_back(sequence, min(sequence.num_computed_tokens, num_tokens))
         # No fence: plans are carried out in order, and the next use of these blocks is in a later one.
         self.memory.shrink(sequence, num_tokens)
         num_kept = len(sequence.tables[0])
@@ -118,6 +123,13 @@ class Swapping:
             for index in [index for index in slots if index >= num_kept]:
                 self.swap.release(slots.pop(index))
                 sequence.arriving.pop((group, index), None)
+
+    def _release_behind(self, sequence: Sequence, group: int, num_behind: int) -> None:
+        """What a window has left behind needs no slots either."""
+        slots = sequence.slots[group]
+        for index in [index for index in slots if index < num_behind]:
+            self.swap.release(slots.pop(index))
+            sequence.arriving.pop((group, index), None)
 
     def release(self, sequence: Sequence) -> None:
         """A sequence has ended. Transfers under way keep what they need until they are done."""
@@ -176,29 +188,35 @@ class Swapping:
     # --- coming back -----------------------------------------------------------------------------------
 
     def adopt(self, sequence: Sequence) -> int:
-        """Takes over the run of blocks in the arena behind what the sequence has, if fetching is cheaper. Returns positions."""
-        first = sequence.num_computed_tokens // self._block_size
-        last = self.memory.num_sharable_blocks(sequence)
-        if not len(self.swap.index) or sequence.num_computed_tokens % self._block_size or sequence.num_planned_tokens:
+        """Takes over blocks that follow what the sequence has and are in the arena, or on the device beside those, if fetching is cheaper.
+
+        Returns how many positions that saved.
+        """
+        first, last = len(sequence.tables[0]), self.memory.num_sharable_blocks(sequence)
+        if first >= last or not len(self.swap.index) or not self.memory.may_take_over(sequence):
             return 0
-        run: list[list[SwapSlotId]] = []
-        for index in range(first, last):
-            slots = [self.swap.index.find(sequence.copy_key(index, group)) for group in range(self.memory.num_groups)]
-            found = [slot for slot in slots if slot is not None]
-            if len(found) < len(slots):
-                break
-            run.append(found)
-        num_tokens = len(run) * self._block_size
-        if not run or not self._pays(first * self._block_size, num_tokens):
+        hit = longest_hit(self.memory.groups, OnBothTiers(self.memory.pool.index, self.swap.index, sequence), first, last, self._block_size)
+        num_absent = sum(block == NONE for run in hit.runs for block, _ in run)
+        num_tokens = hit.num_blocks * self._block_size
+        if not hit.num_blocks or not self._pays(num_absent, first * self._block_size, num_tokens):
             return 0
-        for index, found in enumerate(run, start=first):
-            for group, slot in enumerate(found):
-                self.swap.reference(slot)
-                sequence.slots[group][index] = slot
-                sequence.tables[group].append(BlockId(NONE))
-                sequence.num_absent += 1
+        self.memory.make_way(sequence, hit)
+        for group, run in enumerate(hit.runs):
+            for block, slot in run:
+                self._take_over(sequence, group, block, slot)
         self.num_arena_hit_tokens += self.memory.count_cached(sequence, num_tokens)
         return num_tokens
+
+    def _take_over(self, sequence: Sequence, group: int, block: BlockId, slot: SwapSlotId) -> None:
+        """Appends a block that is on the device or, NONE, in this slot."""
+        table = sequence.tables[group]
+        if block == NONE:
+            self.swap.reference(slot)
+            sequence.slots[group][len(table)] = slot
+            sequence.num_absent += 1
+        else:
+            self.memory.refer(sequence, block)
+        table.append(block)
 
     def num_first_blocks(self, sequence: Sequence) -> int:
         """How many of its absent blocks would be ordered in one plan."""
@@ -252,11 +270,11 @@ class Swapping:
         sequence.tables[group][index] = block
         sequence.num_absent -= 1
 
-    def _pays(self, start: int, num_tokens: int) -> bool:
+    def _pays(self, num_blocks: int, start: int, num_tokens: int) -> bool:
+        """Whether fetching so many blocks is cheaper than computing these positions."""
         if self._always_fetch:
             return True
-        num_bytes = num_tokens // self._block_size * self.memory.num_groups * self._block_bytes
-        fetch_s = self.transfers.rates["in"].seconds(num_bytes + self.transfers.backlog_bytes("in"))
+        fetch_s = self.transfers.rates["in"].seconds(num_blocks * self._block_bytes + self.transfers.backlog_bytes("in"))
         return fetch_s < self._prefill.seconds(start, start + num_tokens)
 
     # --- transfers that are done -----------------------------------------------------------------------
@@ -308,7 +326,7 @@ class Swapping:
             return
         cached = list(pool.oldest_cached(window)) if self._worth_saving() else []
         for block in cached:
-            key = pool.index.key_of(block)
+            key = None if pool.is_expendable(block) else pool.index.key_of(block)
             if key is not None and self.swap.index.find(key) is None and budget > 0:
                 budget -= self._copy_early(block, key)
         window -= len(cached)
@@ -326,8 +344,8 @@ class Swapping:
                 if num_looked_at >= window or num_ordered >= budget:
                     return num_looked_at, num_ordered
                 block = table[index]
-                if block == NONE or pool.count(block) > 1:
-                    continue  # in the arena, shared, or being copied
+                if block < 0 or pool.count(block) > 1:
+                    continue  # behind the window, in the arena, shared, or being copied
                 num_looked_at += 1
                 if self._copy_of(sequence, index, group) is None:
                     num_ordered += self._copy_early(block, sequence.copy_key(index, group))
@@ -344,7 +362,7 @@ class Swapping:
 
     def _save_evicted(self, block: BlockId) -> None:
         """A cached block is about to be overwritten: its content goes to the second level, unless it is there already."""
-        if self.swap.total == 0:
+        if self.swap.total == 0 or self.memory.pool.is_expendable(block):
             return
         key = self.memory.pool.index.key_of(block)
         if key is None or self.swap.index.find(key) is not None or not self._worth_saving():
@@ -363,7 +381,9 @@ class Swapping:
         return slot
 
     def _worth_saving(self) -> bool:
-        copies_s = self.transfers.rates["out"].seconds(self._block_bytes) + self.transfers.rates["in"].seconds(self._block_bytes)
+        """Of a long prefix a hit takes a block from each full group, and from windows only the last ones."""
+        num_bytes = max(1, self.memory.num_full_groups) * self._block_bytes
+        copies_s = self.transfers.rates["out"].seconds(num_bytes) + self.transfers.rates["in"].seconds(num_bytes)
         return self._always_fetch or copies_s < _HITS_EXPECTED * self._prefill.seconds(0, self._block_size)
 
     # --- small -----------------------------------------------------------------------------------------
@@ -381,4 +401,4 @@ class Swapping:
     def _num_positions(self, sequence: Sequence, index: int, group: int) -> int:
         """Positions in a block, counted once over the groups."""
         reached = sequence.num_computed_tokens + sequence.num_planned_tokens
-        return 0 if group else min(self._block_size, reached - index * self._block_size)
+        return 0 if group != self._counted_group else min(self._block_size, reached - index * self._block_size)

@@ -37,7 +37,7 @@ class _Names:
         self.of: dict[int, int] = {}
 
     def __call__(self, number: int) -> int:
-        return -1 if number == NONE else self.of.setdefault(number, len(self.of))
+        return number if number < 0 else self.of.setdefault(number, len(self.of))
 
 
 def _parts(core: SchedulerCore) -> Iterator[Any]:
@@ -101,7 +101,7 @@ def _sequence(sequence: Sequence, blocks: _Names, slots: _Names, transfers: _Nam
 def _pool(pool: IdPool[Any], names: _Names, next_plan: int) -> Iterator[Any]:
     """Free ones are as good as each other; cached and fenced ones come in their order."""
     yield len(pool._free)
-    yield [names(number) for number in pool._cached]
+    yield [[names(number), is_expendable] for number, is_expendable in pool._cached.items()]
     yield [[names(number), fence - next_plan] for number, fence in pool._fenced.items()]
     keys: Mapping[int, bytes] = {number: key for key, number in pool.index.entries().items()}
     yield [[pool.count(number), keys.get(number, b"")] for number in names.of]

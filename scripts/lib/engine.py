@@ -23,6 +23,7 @@ from pagemill.keys import prefix_keys, root_key
 from pagemill.messages import (
     AbortRequest,
     AddRequest,
+    Distrust,
     Effect,
     Event,
     FinishReason,
@@ -241,6 +242,8 @@ class Engine:
                     self._take(output)
             case StatsSnapshot():
                 self.snapshot = effect
+            case Distrust():
+                raise RuntimeError(effect.reason)
 
     def _take(self, message: SequenceOutput) -> None:
         output = self.outputs[message.key]

@@ -114,7 +114,7 @@ class _Prices:
             offer.swap_s, offer.recompute_s = (0.0, 1.0) if self._answer("swap", "recompute") else (1.0, 0.0)
         self._ask(offer, looked_at)
 
-    def _pays(self, start: int, num_tokens: int) -> bool:
+    def _pays(self, num_blocks: int, start: int, num_tokens: int) -> bool:
         return self._answer("fetch a prefix", "compute a prefix")
 
     def _answer(self, yes: str, no: str) -> bool:

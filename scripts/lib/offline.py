@@ -41,6 +41,7 @@ def offline_config(model_path: str, **changes: object) -> WorkerConfig:
         "max_num_batched_tokens": 512,
         "deterministic": "off",
         "num_threads": 0,
+        "cpus": (),
         "log_format": "console",
         "log_level": "warning",
     }
@@ -61,6 +62,7 @@ class OfflineEngine(Engine):
             "block_size": ready.block_size,
             "block_bytes": ready.block_bytes,
             "max_model_len": ready.max_model_len,
+            "groups": ready.groups,
             "prefill_tok_s": ready.prefill_tok_s,
             "num_swap_slots": ready.num_swap_slots,
             "swap_out_bytes_s": ready.swap_out_bytes_s,

@@ -70,7 +70,7 @@ def load_model(name: str, *, num_swap_slots: int = 0, **options: object) -> Serv
     model = Model(found.name, found.path, found.gguf_path, found.fingerprint, read_model_info(found.path))
     worker = _settle(model, options)
     if num_swap_slots:
-        block_bytes = model.info.kv_bytes_per_token(DTYPE_BYTES[worker.dtype]) * worker.block_size
+        block_bytes = model.info.block_bytes(DTYPE_BYTES[worker.dtype], worker.block_size)
         worker = _settle(model, options | {"swap_memory": num_swap_slots * slot_bytes_for(block_bytes)})
     with kept_arena(worker.swap_bytes) as arena_fd:
         served = ServedModel(found.name, worker.dtype, load(worker, arena_fd=arena_fd))
@@ -83,4 +83,4 @@ def load_model(name: str, *, num_swap_slots: int = 0, **options: object) -> Serv
 def _settle(model: Model, options: Mapping[str, object]) -> WorkerConfig:
     """As the server decides, but without swap space unless it is asked for."""
     settings = msgspec.convert({"model": model.name, "log_level": "warning", "swap_memory": 0} | options, ServeOptions)
-    return settle(settings, model, read_machine(), Secrets((), (), b""), reads_priority=False).worker
+    return settle(settings, model, read_machine(), Secrets((), (), b""), reads_priority=False).workers[0]

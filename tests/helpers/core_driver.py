@@ -2,12 +2,13 @@
 
 Workers can be lost and come back, the core can fail, and a scheduler can be replaced by a new one that knows only what
 lies in the KV directory and what frontends send again; what the client has received must stay free of gaps throughout.
+One worker stands for all ranks of a group: each says the same of a plan, in its own time and in the order of the plans.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -18,6 +19,7 @@ from pagemill.messages import (
     AddRequest,
     Adopt,
     BlockId,
+    Distrust,
     Effect,
     Event,
     FinishRequest,
@@ -45,11 +47,13 @@ from tests.helpers.fake_worker import FakeWorker
 #: From one scheduler's first epoch to the next one's.
 _EPOCHS = 1 << 20
 
+Answer = StepDone | RowMissing
+
 ROOT = root_key(b"model", b"", b"domain")
 
 
 class CoreDriver:
-    """One scheduler, one worker, one client. `outputs` and `finished` are what the client has received."""
+    """One scheduler, one worker (of one or several ranks), one client. `outputs` and `finished` are what the client has received."""
 
     def __init__(self, config: CoreConfig | None = None, **numbers: object) -> None:
         config = self._config = config or CoreConfig(**numbers)  # type: ignore[arg-type]
@@ -58,14 +62,16 @@ class CoreDriver:
         self._pool_incarnation = 0
         self.failure: Exception | None = None  #: why the core failed last; only one that is expected
         self.expects_failure = False
-        self.worker = FakeWorker(config.num_blocks, config.block_size, config.num_groups, num_slots=config.num_swap_slots)
+        self.worker = self._new_worker()
         self.now = 0.0
         self.keeper = self._new_keeper(config.epoch)
         self.outputs: dict[SequenceKey, list[int]] = {}
         self.finished: dict[SequenceKey, SequenceOutput] = {}
         self.rejected: dict[SequenceKey, Rejection] = {}
         self.snapshots: list[StatsSnapshot] = []
-        self.in_flight: list[StepDone | RowMissing] = []  #: answers the core has not been given yet, oldest first
+        self.in_flight: list[Answer] = []  #: rank 0's answers, which the core has not been given by all ranks yet, oldest first
+        self.num_told = [0] * config.num_workers  #: by rank, how many of these the core has been given by it
+        self.distrust: Distrust | None = None  #: what the core said of the present workers
         self.auto_transfers = True  #: background copies are done as soon as their plan is; else `transfer` does them
         self.plans: list[Plan] = []
         self.log: list[tuple[float, Event, list[Effect]]] = []
@@ -91,12 +97,13 @@ class CoreDriver:
 
     def lose_worker(self) -> None:
         """The worker is gone with its pool and all that was in flight. What it was writing into the arena is rubbish."""
-        self.in_flight.clear()
+        self._forget_answers()
+        self.distrust = None
         arena = self.worker.arena
         for transfer in self.worker.transfers:
             if transfer.to_tier == "arena":
                 arena[transfer.to_id] = [(-4, -4, -4)] * self._config.block_size
-        worker = FakeWorker(self._config.num_blocks, self._config.block_size, self._config.num_groups, num_slots=self._config.num_swap_slots)
+        worker = self._new_worker()
         worker.arena, worker.fail, worker.defer, worker.fail_copy = arena, self.worker.fail, self.worker.defer, self.worker.fail_copy
         self.worker = worker
         self._pool_incarnation += 1
@@ -108,11 +115,15 @@ class CoreDriver:
 
     def restart_scheduler(self) -> None:
         """A new scheduler: it meets the old worker, adopts what the directory says, and the client sends everything again."""
-        self.in_flight.clear()
+        self._forget_answers()
         self.keeper = self._new_keeper((self.keeper.epoch // _EPOCHS + 1) * _EPOCHS)
         self._carry_out(self.keeper.workers_ready(self._config, self._adopt(), self.now))
         for key, request in list(self.requests.items()):
             self.handle(msgspec.structs.replace(request, output_ids=pack_ids(self.outputs[key]), resubmitted=True))
+
+    def _new_worker(self) -> FakeWorker:
+        config = self._config
+        return FakeWorker(config.num_blocks, config.block_size, config.groups, num_slots=config.num_swap_slots, num_ranks=config.num_workers)
 
     def _new_keeper(self, epoch: int) -> CoreKeeper:
         keeper = CoreKeeper(epoch, max_num_held=1000)
@@ -144,7 +155,14 @@ class CoreDriver:
         if not self.expects_failure:
             raise error
         self.failure = error
+        self._disown_kv()
+
+    def _disown_kv(self) -> None:
         self._memory[:] = bytes(len(self._memory))
+
+    def _forget_answers(self) -> None:
+        self.in_flight.clear()
+        self.num_told = [0] * self._config.num_workers
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self.keeper.core is not None:
@@ -165,6 +183,10 @@ class CoreDriver:
                     self._receive(effect)
                 case StatsSnapshot():
                     self.snapshots.append(effect)
+                case Distrust():
+                    assert self.distrust is None, "it is said once"
+                    self.distrust = effect
+                    self._disown_kv()
 
     def add(
         self,
@@ -212,14 +234,27 @@ class CoreDriver:
         return self.handle(Turn())
 
     def answer(self) -> bool:
-        """Lets the oldest plan in flight be done. False if there is none."""
+        """Lets the oldest plan in flight be done, by all ranks that have not said so. False if there is none."""
         if not self.in_flight:
             return False
-        answer = self.in_flight.pop(0)
-        for done in [done for done in self.worker.done if self.worker.told_before_plan.get(done.transfer_ids[0]) == answer.plan_id]:
+        for rank in [rank for rank, num_told in enumerate(self.num_told) if not num_told]:
+            self.answer_of(rank)
+        return True
+
+    def answer_of(self, rank: int, alter: Callable[[Answer], Answer] = lambda answer: answer) -> bool:
+        """Lets one rank answer the oldest plan that it has not answered, as it should or otherwise. False if there is none."""
+        if self.num_told[rank] == len(self.in_flight):
+            return False
+        answer = self.in_flight[self.num_told[rank]]
+        self.num_told[rank] += 1
+        if all(self.num_told):
+            self.in_flight.pop(0)
+            self.num_told = [num_told - 1 for num_told in self.num_told]
+        told_before = self.worker.told_before_plan
+        for done in [done for done in self.worker.done if done.rank == rank and told_before.get(done.transfer_ids[0]) == answer.plan_id]:
             self.worker.done.remove(done)
             self.handle(done)
-        self.handle(answer)
+        self.handle(alter(msgspec.structs.replace(answer, rank=rank)))
         return True
 
     def tell_transfers(self) -> bool:

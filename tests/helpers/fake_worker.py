@@ -1,12 +1,13 @@
 """A worker without a model, which notices every mistake in what it is told.
 
-Its KV pool holds token ids instead of tensors. Computing a position writes the token there; before it
-draws, it reads the sequence's whole history back through the row's block table, so a wrong block, a missing
-token, a stale row or an overwritten prefix shows at once. The token drawn is a pure function of the history
+Its KV pool holds the names of prefixes instead of tensors. Computing a position writes there what all tokens up to it
+come to, and reads all positions that it attends to back through the row's block tables (in a group with a window no
+more than those), so a wrong block, a missing token, a stale row or an overwritten prefix shows at once. The token drawn is a pure function of the history
 and the seed: whatever the scheduling, a request must end with the tokens `expected_tokens` gives.
 
 Transfers that no forward waits for stay pending until `carry_out` is told to do one, in any order that the
 protocol allows, so that a test decides how late a copy is. A failed copy leaves rubbish at its destination.
+Where it stands for several ranks, each of them tells of each copy; of one that failed only one rank says so.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pagemill.messages import NO_PLAN, InstallRow, Plan, RowMissing, RowResult, SamplingParams, Slice, StepDone, Transfer, TransferDone, unpack_ids
+from pagemill.messages import NO_PLAN, InstallRow, KvGroup, Plan, RowMissing, RowResult, SamplingParams, Slice, StepDone, Transfer, TransferDone, unpack_ids
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Row:
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
+    prefixes: list[int] = field(default_factory=list)  #: by position, a hash of all tokens up to it
     drawn: tuple[int, int] = (-1, -1)  #: the last plan that drew a token, and the token
     is_behind: bool = False  #: a plan that named it was not carried out for it: it lacks what that plan told it, or computed
 
@@ -53,18 +55,21 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, seed: int, 
 class FakeWorker:
     """Takes what a worker takes, answers what a worker answers."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, vocab_size: int = 32, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: Sequence[KvGroup] = (KvGroup(),), *, vocab_size: int = 32, num_slots: int = 0, num_ranks: int = 1
+    ) -> None:
         self.block_size = block_size
+        self.num_ranks = num_ranks
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
-        #: By block: the token at each offset and, to tell prefixes apart, how many tokens precede it.
+        #: By block: at each offset the prefix that ends there, its position and its group.
         self.pool = [[(-1, -1, -1)] * block_size for _ in range(num_blocks)]
         self.arena = [[(-1, -1, -1)] * block_size for _ in range(num_slots)]
         self.transfers: list[Transfer] = []  #: ordered and not carried out
         self.done: list[TransferDone] = []  #: carried out and not yet told
         self.told_before_plan: dict[int, int] = {}  #: transfer that a forward waited for -> its plan, whose answer comes after
         self.fail_copy: Callable[[Transfer], bool] = lambda transfer: False  #: of those
-        self.num_groups = num_groups
+        self.groups = tuple(groups)
         self.num_positions = 0
         self.epoch = 0
         self.fail: Callable[[int, int], bool] = lambda row, version: False
@@ -97,7 +102,9 @@ class FakeWorker:
                 self.rows.pop(row, None)
         for piece in plan.slices:
             held = self.rows[piece.row]
-            held.is_behind |= any(broken & {*table, *unpack_ids(new)} for table, new in zip(held.tables, piece.new_block_ids, strict=True))
+            read_from = [max(0, piece.start - group.window + 1) // self.block_size if group.window else 0 for group in self.groups]
+            tables = zip(held.tables, piece.new_block_ids, read_from, strict=True)
+            held.is_behind |= any(broken & {*table[first:], *unpack_ids(new)} for table, new, first in tables)
         results = [result for piece in plan.slices if (result := self._run_slice(piece, plan.plan_id)) is not None]
         return StepDone(plan.epoch, 0, plan.plan_id, tuple(results), {"forward": 0.0})
 
@@ -122,7 +129,8 @@ class FakeWorker:
         source = self.pool[transfer.from_id] if transfer.from_tier == "device" else self.arena[transfer.from_id]
         content = list(source) if ok else [(-2, -2, -2)] * self.block_size
         (self.arena if transfer.to_tier == "arena" else self.pool)[transfer.to_id] = content
-        self.done.append(TransferDone(epoch, 0, (transfer.transfer_id,), ok, 1e-6))
+        failed_on = -1 if ok else transfer.transfer_id % self.num_ranks
+        self.done += [TransferDone(epoch, rank, (transfer.transfer_id,), rank != failed_on, 1e-6) for rank in range(self.num_ranks)]
 
     def _run_slice(self, piece: Slice, plan_id: int) -> RowResult | None:
         row = self.rows[piece.row]
@@ -140,10 +148,8 @@ class FakeWorker:
             return RowResult(piece.row, piece.version, "failed", (), (), "planted failure")
         self.num_positions += piece.num_tokens
         end = piece.start + piece.num_tokens
-        for group, table in enumerate(row.tables):
-            for position in range(piece.start, end):
-                self.pool[table[position // self.block_size]][position % self.block_size] = (row.token_ids[position], position, group)
-        self._read_back(piece.row, row, end)
+        self._write(piece, row)
+        self._read_back(piece, row)
         if not piece.sample:
             return None
         assert end == len(row.token_ids), "sampling before the last known token"
@@ -153,19 +159,31 @@ class FakeWorker:
         row.drawn = (plan_id, token)
         return RowResult(piece.row, piece.version, "accepted", (token,), (), "")
 
+    def _write(self, piece: Slice, row: Row) -> None:
+        for token in row.token_ids[len(row.prefixes) :]:
+            row.prefixes.append(hash((row.prefixes[-1] if row.prefixes else 0, token)))
+        for group, table in enumerate(row.tables):
+            for position in range(piece.start, piece.start + piece.num_tokens):
+                block = table[position // self.block_size]
+                assert block >= 0, f"row {piece.row} position {position}: no block in group {group}"
+                self.pool[block][position % self.block_size] = (row.prefixes[position], position, group)
+
     def _compute_rubbish(self, piece: Slice, row: Row) -> RowResult:
         """The row does not know what the scheduler thinks it knows: what it computes and answers must not be used."""
         for table in row.tables:
             for position in range(piece.start, min(piece.start + piece.num_tokens, len(table) * self.block_size)):
-                self.pool[table[position // self.block_size]][position % self.block_size] = (-3, -3, -3)
+                if table[position // self.block_size] >= 0:
+                    self.pool[table[position // self.block_size]][position % self.block_size] = (-3, -3, -3)
         return RowResult(piece.row, piece.version, "failed", (), (), "a row out of step")
 
-    def _read_back(self, number: int, row: Row, end: int) -> None:
-        for group, table in enumerate(row.tables):
-            for position in range(end):
-                found = self.pool[table[position // self.block_size]][position % self.block_size]
-                wanted = (row.token_ids[position], position, group)
-                assert found == wanted, f"row {number} position {position}: KV of {found}, not of {wanted}"
+    def _read_back(self, piece: Slice, row: Row) -> None:
+        for number, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            first = max(0, piece.start - group.window + 1) if group.window else 0
+            for position in range(first, piece.start + piece.num_tokens):
+                block = table[position // self.block_size]
+                assert block >= 0, f"row {piece.row} position {position}: group {number} has given it up"
+                found, wanted = self.pool[block][position % self.block_size], (row.prefixes[position], position, number)
+                assert found == wanted, f"row {piece.row} position {position}: KV of {found}, not of {wanted}"
 
 
 def _block(transfer: Transfer) -> tuple[str, int]:

@@ -13,6 +13,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from pagemill.messages import (
     NO_PLAN,
     AbortRequest,
@@ -20,10 +22,12 @@ from pagemill.messages import (
     Event,
     FinishRequest,
     InstallRow,
+    KvGroup,
     PeerLost,
     Plan,
     PlanId,
     Preempt,
+    RowId,
     RowMissing,
     SamplingParams,
     SequenceKey,
@@ -40,6 +44,13 @@ VOCAB = 32
 POLICIES = sorted(load_policies())
 
 
+def geometries(block_size: int) -> list[tuple[KvGroup, ...]]:
+    """One full group, two, and full ones beside windows of less than a block, of one block, of one and a half; and windows alone."""
+    full, half = KvGroup(), max(1, block_size // 2)
+    beside_full = [(full, KvGroup(window)) for window in (half, block_size, block_size + half)]
+    return [(full,), (full,), (full, full), *beside_full, (KvGroup(block_size + half), full), (KvGroup(2 * block_size + 1), KvGroup(half))]
+
+
 class Walk:
     """One walk: a random small world, then random events in it."""
 
@@ -50,7 +61,7 @@ class Walk:
             CoreConfig(
                 num_blocks=self.random.randint(4, self.random.choice((12, 24, 64))),
                 block_size=block_size,
-                num_groups=self.random.choice((1, 1, 1, 2)),
+                groups=self.random.choice(geometries(block_size)),
                 max_model_len=self.random.choice((16, 64, 256)),
                 max_num_seqs=self.random.randint(1, 8),
                 max_num_batched_tokens=self.random.choice((1, 3, 8, 64)),
@@ -60,6 +71,7 @@ class Walk:
                 num_swap_slots=self.random.choice((0, 1, 4, 16, 32, 64)),
                 preemption=self.random.choice(("auto", "auto", "auto", "swap", "swap", "recompute")),
                 max_plans_in_flight=self.random.choice((1, 2)),
+                num_workers=self.random.choice((1, 1, 2, 3)),
                 # Prices that make either way the cheaper one, and now this, now that.
                 prefill_tok_s=self.random.choice((1.0, 1.0, 1e3, 1e9)),
                 block_bytes=self.random.choice((1, 1 << 20)),
@@ -90,10 +102,13 @@ class Walk:
             self._let_copies_fail: 0.3,
             self._let_rows_be: 0.6,
             self._stray: 0.8,
+            self._say_again: 0.8,
             self._lose_worker: 0.3,
             self._restart_scheduler: 0.2,
             self._fail_core: 0.2,
         }
+        if self.driver.core.config.num_workers > 1:
+            weights |= {self._answer_of_one_rank: 30, self._let_ranks_disagree: 0.3}
         self._actions, self._weights = list(weights), list(weights.values())
 
     def run(self, num_events: int) -> int:
@@ -124,6 +139,50 @@ class Walk:
                 self._add()
         driver.worker_back()
         self.disasters["workers lost"] += 1
+
+    def _answer_of_one_rank(self) -> None:
+        self.driver.answer_of(self.random.randrange(self.driver.core.config.num_workers))
+
+    def _let_ranks_disagree(self) -> None:
+        """One rank answers a plan otherwise than another: nothing of it is applied, and the group is replaced some time later."""
+        driver, dice = self.driver, self.random
+        if not driver.in_flight or driver.in_flight[0].epoch != driver.core.config.epoch:
+            return
+        for rank in dice.sample(range(len(driver.num_told)), len(driver.num_told)):
+            if not driver.num_told[rank] and driver.distrust is None:
+                driver.answer_of(rank, self._otherwise if any(driver.num_told) else lambda answer: answer)
+        assert driver.distrust is not None
+        for _ in range(dice.randint(0, 4)):
+            assert not any(isinstance(effect, Plan) for effect in driver.turn())
+            dice.choice((self._add, self._abort, self._transfers, self._preempt, driver.answer))()
+        self._lose_worker()
+        self.disasters["groups that disagreed"] += 1
+
+    def _otherwise(self, answer: StepDone | RowMissing) -> StepDone | RowMissing:
+        """What a rank may say that does not know what the others know."""
+        dice = self.random
+        if isinstance(answer, RowMissing):
+            other = msgspec.structs.replace(answer, version=answer.version + 1)
+            return dice.choice((other, StepDone(answer.epoch, answer.rank, answer.plan_id, (), {})))
+        if not answer.results or dice.random() < 0.2:
+            return RowMissing(answer.epoch, answer.rank, answer.plan_id, RowId(0), 1)
+        index = dice.randrange(len(answer.results))
+        result, others = answer.results[index], answer.results[:index]
+        changed = [
+            msgspec.structs.replace(result, version=result.version + 1),
+            msgspec.structs.replace(result, token_ids=(VOCAB,)),
+            msgspec.structs.replace(result, outcome="failed" if result.outcome == "accepted" else "accepted"),
+        ]
+        return msgspec.structs.replace(answer, results=(*others, *dice.choice([(), *((one,) for one in changed)]), *answer.results[index + 1 :]))
+
+    def _say_again(self) -> None:
+        """What a worker has said before it says once more: nobody listens."""
+        driver = self.driver
+        said = [event for _, event, _ in driver.log[-30:] if isinstance(event, StepDone | RowMissing | TransferDone)]
+        if said:
+            event, before = self.random.choice(said), driver.core.counters.num_dropped
+            assert driver.handle(event) == []
+            assert driver.core.counters.num_dropped > before
 
     def _restart_scheduler(self) -> None:
         self.driver.restart_scheduler()
@@ -219,7 +278,7 @@ class Walk:
         driver = self.driver
         before = len(driver.core.sequences)
         unknown = SequenceKey(0, 1, 10**6, 0)
-        match self.random.randrange(5):
+        match self.random.randrange(6):
             case 0:
                 driver.abort(unknown)
             case 1:
@@ -230,6 +289,11 @@ class Walk:
                 driver.handle(TransferDone(driver.core.config.epoch, 0, (10**6, 10**6 + 1), True, 0.1))
             case 4:
                 driver.handle(PeerLost("frontend", 5, 1))
+            case 5:
+                nobody = self.random.choice((-1, driver.core.config.num_workers, 2**62))
+                driver.handle(StepDone(driver.core.config.epoch, nobody, driver.in_flight[0].plan_id if driver.in_flight else PlanId(1), (), {}))
+                for transfer in driver.core.swapping.transfers.in_flight()[:1]:
+                    driver.handle(TransferDone(driver.core.config.epoch, nobody, (transfer.transfer_id,), False, 0.1))
         assert len(driver.core.sequences) == before
 
     def _check_outcomes(self) -> None:

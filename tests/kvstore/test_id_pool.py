@@ -49,6 +49,24 @@ def test_what_was_only_looked_at_goes_back_to_the_front_of_the_cached() -> None:
     assert list(pool.oldest_cached(3)) == [numbers["c"], numbers["a"], numbers["b"]]
 
 
+def test_what_is_expendable_goes_first_the_last_of_it_before_all_until_somebody_refers_to_it() -> None:
+    pool, numbers = pool_with_cached("abc")
+    for name in ("b", "c"):
+        pool.reference(numbers[name])
+        pool.release(numbers[name], expendable=True)
+    assert list(pool.oldest_cached(9)) == [numbers[name] for name in "cba"]
+    assert [pool.is_expendable(numbers[name]) for name in "abc"] == [False, True, True]
+    pool.reference(numbers["c"])
+    assert not pool.is_expendable(numbers["c"])
+    pool.release(numbers["c"])
+    assert list(pool.oldest_cached(9)) == [numbers[name] for name in "bac"]
+    pool.forget(numbers["b"])
+    pool.reference(numbers["a"])
+    pool.reference(numbers["a"])
+    pool.release(numbers["a"], expendable=True)
+    assert not pool.is_expendable(numbers["a"]), "another still refers to it"
+
+
 def test_the_oldest_cached_ones_are_those_that_go_next() -> None:
     pool, _ = pool_with_cached("abcd")
     expected = list(pool.oldest_cached(4))

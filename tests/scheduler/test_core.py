@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pagemill.messages import AddRequest, InstallRow, PeerLost, Plan, RowResult, SamplingParams, StepDone, StepOutput, TokenLogprobs, Turn, unpack_ids
+from pagemill.messages import AddRequest, InstallRow, KvGroup, PeerLost, Plan, SamplingParams, StepDone, StepOutput, TokenLogprobs, Turn, unpack_ids
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.sequence import Sequence, Status
@@ -158,7 +158,7 @@ def test_the_model_length_ends_a_sequence_with_length() -> None:
 
 def test_a_prompt_that_finds_only_part_of_its_blocks_computes_that_part() -> None:
     """Two groups: five obtainable blocks are two positions' worth of blocks, not five."""
-    driver = CoreDriver(num_blocks=40, block_size=1, num_groups=2, max_num_batched_tokens=4, prefix_caching=False)
+    driver = CoreDriver(num_blocks=40, block_size=1, groups=(KvGroup(), KvGroup()), max_num_batched_tokens=4, prefix_caching=False)
     first = driver.add(prompt(3), max_tokens=17)
     driver.step()
     second = driver.add(prompt(12, stem=1), max_tokens=4)
@@ -332,19 +332,6 @@ def test_of_several_tokens_those_behind_the_end_are_dropped_with_their_logprobs(
     assert (last.token_ids, last.logprobs, last.stop_token_id) == ((1, 2), logprobs[:2], 2)
 
 
-def test_a_step_ends_when_the_last_rank_has_answered_and_the_first_rank_says_what_was_drawn() -> None:
-    driver = CoreDriver(num_workers=2)
-    key = driver.add(prompt(5), max_tokens=1)
-    driver.turn()
-    (done,) = driver.in_flight
-    assert isinstance(done, StepDone)
-    driver.answer()
-    assert key not in driver.finished
-    other = RowResult(done.results[0].row, done.results[0].version, "accepted", (31,), (), "")
-    driver.handle(msgspec.structs.replace(done, rank=1, results=(other,)))
-    assert driver.outputs[key] == expected(driver, prompt(5), 1)
-
-
 def test_a_missing_row_is_installed_again_and_nothing_is_lost() -> None:
     driver = CoreDriver(block_size=4)
     keys = [driver.add(prompt(5, stem), max_tokens=8) for stem in range(3)]
@@ -431,7 +418,7 @@ def test_snapshots_are_sent_at_most_every_interval_and_also_when_idle() -> None:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_snapshot_counts_what_was_computed_shared_and_planned(num_groups: int) -> None:
-    driver = CoreDriver(block_size=4, num_groups=num_groups, snapshot_interval_s=0.0)
+    driver = CoreDriver(block_size=4, groups=(KvGroup(),) * num_groups, snapshot_interval_s=0.0)
     driver.add(prompt(9), max_tokens=2)
     driver.run()
     driver.add(prompt(9), max_tokens=1)

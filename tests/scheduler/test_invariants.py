@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagemill.messages import NONE, BlockId, PlanId, Preempt, RowId
+from pagemill.messages import BEHIND, NONE, BlockId, KvGroup, PlanId, Preempt, RowId
 from scheduler.core import SchedulerCore
 from scheduler.debug_state import debug_state
 from scheduler.invariants import InvariantError, check
@@ -125,6 +125,44 @@ SWAP_BREAKAGES: dict[str, tuple[Callable[[SchedulerCore], object], str]] = {
 def test_what_is_broken_in_the_books_of_swapping_is_found_and_told(name: str) -> None:
     breakage, story = SWAP_BREAKAGES[name]
     core = core_that_swaps()
+    breakage(core)
+    with pytest.raises(InvariantError, match=story):
+        check(core)
+
+
+def core_with_a_window() -> SchedulerCore:
+    """One sequence runs, and half of its blocks in the second group are behind the window."""
+    driver = CoreDriver(num_blocks=32, block_size=4, groups=(KvGroup(), KvGroup(6)), prefix_caching=False)
+    driver.add([1] * 17, max_tokens=5)
+    driver.step()
+    check(driver.core)
+    assert running(driver.core).tables[1].num_behind == 2
+    return driver.core
+
+
+def _take_too_much(core: SchedulerCore) -> None:
+    core.memory.leave_behind(running(core), 24)
+
+
+def _take_too_little(core: SchedulerCore) -> None:
+    table = running(core).tables[1]
+    table[1], table.num_behind = core.memory.pool.allocate(), 1
+
+
+WINDOW_BREAKAGES: dict[str, tuple[Callable[[SchedulerCore], object], str]] = {
+    "too much": (_take_too_much, "lacks 2 blocks that a window reaches"),
+    "too little": (_take_too_little, "keeps 1 blocks behind a window"),
+    "behind a full group": (lambda core: running(core).tables[0].leave_behind(1), "lacks 1 blocks that a window reaches"),
+    "a hole": (lambda core: running(core).tables[1].__setitem__(3, BEHIND), "not the first 2 entries are behind"),
+    "the sum": (lambda core: setattr(running(core), "num_behind", 5), "counts 5 entries behind windows, there are 2"),
+    "given up and held": (lambda core: core.memory.pool.allocate(), "counts 1 references, there are 0"),
+}
+
+
+@pytest.mark.parametrize("name", WINDOW_BREAKAGES)
+def test_what_is_broken_behind_windows_is_found_and_told(name: str) -> None:
+    breakage, story = WINDOW_BREAKAGES[name]
+    core = core_with_a_window()
     breakage(core)
     with pytest.raises(InvariantError, match=story):
         check(core)

@@ -19,7 +19,8 @@ from scripts.lib.model_check import Explorer, LawBroken, World
 from scripts.lib.model_worlds import suite_worlds
 
 WORLDS = {world.name: world for world in suite_worlds()}
-GROW = WORLDS["grow"]
+GROW, WINDOW = WORLDS["grow"], WORLDS["two that grow, a window, two plans"]
+GROW_BESIDE_A_WINDOW = replace(GROW, config=msgspec.structs.replace(GROW.config, groups=WINDOW.config.groups, num_blocks=8))
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
@@ -39,15 +40,26 @@ def _blocks_of_the_aborted_stay(core: SchedulerCore) -> None:
     core.memory.release = lambda sequence, fence: None  # type: ignore[method-assign]
 
 
+def _windows_do_not_matter_on_the_way_back(core: SchedulerCore) -> None:
+    core.memory.way_back = lambda sequence, num_tokens: num_tokens  # type: ignore[method-assign]
+
+
+def _nothing_is_left_behind(core: SchedulerCore) -> None:
+    core.memory.leave_behind = lambda sequence, num_tokens: None  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
-    ("plant", "story"),
+    ("world", "plant", "story"),
     [
-        (_head_without_claim_on_idle_blocks, "nothing can happen any more"),
-        (_blocks_of_the_aborted_stay, "references"),
+        (GROW, _head_without_claim_on_idle_blocks, "nothing can happen any more"),
+        (GROW, _blocks_of_the_aborted_stay, "references"),
+        (GROW_BESIDE_A_WINDOW, _head_without_claim_on_idle_blocks, "nothing can happen any more"),
+        (WINDOW, _windows_do_not_matter_on_the_way_back, "that a window reaches"),
+        (WINDOW, _nothing_is_left_behind, "behind a window"),
     ],
 )
-def test_a_planted_fault_is_found_and_told_with_the_way_there(plant: Callable[[SchedulerCore], None], story: str) -> None:
-    explorer = Explorer(GROW)
+def test_a_planted_fault_is_found_and_told_with_the_way_there(world: World, plant: Callable[[SchedulerCore], None], story: str) -> None:
+    explorer = Explorer(world)
     plant(explorer.core)
     with pytest.raises(LawBroken, match=story) as broken:
         explorer.explore()
