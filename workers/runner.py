@@ -4,7 +4,9 @@ A plan is the same for every rank; what happens to one row never concerns anothe
 logit that is not a number or an exception fails the rows it belongs to: what did not come out right in a step
 is tried once more, each row alone, for a neighbour or a passing fault may have been the cause. Writing KV twice
 is harmless, for it is the same KV. When nothing comes out right any more, it is not the rows: `DeviceFault`.
-Knows no sockets, requests or policies.
+
+Ranks compute together, so they try again together: what came out as numbers they tell each other. An exception
+nobody else knows of; where there are several ranks it is a `DeviceFault`. Knows no sockets, requests or policies.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from pagemill.telemetry import get_logger
 from workers.inputs import StepInputs, build_inputs
 from workers.kv_cache import KvCache
 from workers.models import Model
+from workers.parallel import ALONE, PeerRankLost, TensorParallel
 from workers.probe import DeviceFault, probe_row
 from workers.rows import Row, RowTable
 from workers.sampler import Sampled, sample
+from workers.shared_sampling import Share, sample_shared
 from workers.swapper import Swapper
 
 #: Errors of `RowResult` besides `rows.INVALID_INPUT`.
@@ -37,10 +41,11 @@ Outcome = RowResult | None
 
 
 class Runner:
-    """A loaded model with its pool and rows. One plan at a time."""
+    """A loaded model with its pool and rows. One plan at a time, and the same on all ranks."""
 
-    def __init__(self, model: Model, kv_cache: KvCache, swapper: Swapper, rows: RowTable, device: torch.device) -> None:
+    def __init__(self, model: Model, kv_cache: KvCache, swapper: Swapper, rows: RowTable, device: torch.device, parallel: TensorParallel = ALONE) -> None:
         self.model, self.kv_cache, self.swapper, self.rows = model, kv_cache, swapper, rows
+        self.parallel = parallel
         self._device = device
         self._log = get_logger("workers.runner")
 
@@ -54,10 +59,10 @@ class Runner:
         """Results of all sampling, failed and deferred slices, and the seconds each part took. `rows.missing(plan)` must be None.
 
         Its transfers are not this method's: they have been started, whether or not all rows are held (`swapper.start`).
-        Raises DeviceFault.
+        Raises DeviceFault and PeerRankLost.
         """
         seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
-        started = time.perf_counter()
+        started, met_s = time.perf_counter(), self.parallel.met_s
         work = list(zip(plan.slices, self.rows.apply(plan), strict=True))
         results = [_failed(piece, row.error) for piece, row in work if row.error]
         results += [_deferred(piece) for piece, row in work if not row.error and row.is_deferred(piece)]
@@ -65,6 +70,8 @@ class Runner:
         seconds["prepare"] += time.perf_counter() - started
         if sound:
             results += self._compute(sound, seconds)
+        if self.parallel.size > 1:
+            seconds["reduce"] = self.parallel.met_s - met_s
         rows = {piece.row: row for piece, row in work}
         for result in results:
             if result.token_ids:
@@ -83,14 +90,20 @@ class Runner:
     def _attempt(self, work: Sequence[Work], seconds: dict[str, float]) -> list[Outcome]:
         try:
             return self._step(work, self.kv_cache, seconds)
-        except Exception:  # whatever it is, it must not reach rows that did not cause it
+        except PeerRankLost:
+            raise
+        except Exception as error:  # whatever it is, it must not reach rows that did not cause it
             self._log.exception("step_failed", rows=len(work), row_ids=[piece.row for piece, _ in work])
+            if self.parallel.size > 1:  # the other ranks are in the middle of the step, and cannot begin it again
+                raise DeviceFault(f"a step failed on one of {self.parallel.size} ranks: {type(error).__name__}: {error}") from error
         return [_failed(piece, STEP_FAILED) for piece, _ in work]
 
     def _probe(self) -> None:
         """No row came out right. Either each has a fault of its own, or there is no sense in going on: then raises DeviceFault."""
         try:
             (outcome,) = self._step([probe_row(self.rows.bounds)], KvCache(self.kv_cache.spec, 1, self._device), {})
+        except PeerRankLost:
+            raise
         except Exception as error:
             raise DeviceFault(f"nothing can be computed any more: {type(error).__name__}: {error}") from error
         if _is_failure(outcome):
@@ -98,43 +111,56 @@ class Runner:
 
     def _step(self, work: Sequence[Work], kv_cache: KvCache, seconds: dict[str, float]) -> list[Outcome]:
         """One outcome for each row, in their order. Changes no row, so that it may be done again."""
-        times = [time.perf_counter()]
+        times = [self._own_s()]
         inputs = build_inputs([piece for piece, _ in work], [row for _, row in work], self.rows.bounds.block_size, self._device)
-        times.append(time.perf_counter())
+        times.append(self._own_s())
         injection.reach("worker.forward", _Histories(row for _, row in work))
         hidden = self.model(inputs, kv_cache)
-        finite = _finite_slices(hidden, inputs)
-        logits = self.model.logits(hidden[inputs.sample_rows]) if len(inputs.sample_rows) else hidden.new_empty(0, 1)
-        times.append(time.perf_counter())
-        outcomes: list[Outcome] = [None if ok else _failed(piece, NOT_FINITE) for (piece, _), ok in zip(work, finite, strict=True)]
         sampling = [index for index, (piece, _) in enumerate(work) if piece.sample]
-        drawn = self._draw(logits, [(*work[index], finite[index]) for index in sampling])
-        for index, result in zip(sampling, drawn, strict=True):
-            outcomes[index] = result
-        times.append(time.perf_counter())
+        logits = self.model.logits(hidden[inputs.sample_rows]) if sampling else hidden.new_empty(0, 1)
+        if sampling and injection.reach("worker.logits", _Histories(work[index][1] for index in sampling)):
+            logits = torch.full_like(logits, torch.nan)
+        finite = self._finite(hidden, logits, inputs, sampling)
+        times.append(self._own_s())
+        outcomes: list[Outcome] = [None if ok else _failed(piece, NOT_FINITE) for (piece, _), ok in zip(work, finite, strict=True)]
+        chosen = [place for place, index in enumerate(sampling) if finite[index]]
+        drawn = self._draw(logits if len(chosen) == len(sampling) else logits[chosen], [work[sampling[place]] for place in chosen])
+        for place, token in zip(chosen, drawn, strict=True):
+            index = sampling[place]
+            outcomes[index] = _accepted(work[index][0], token)
+        times.append(self._own_s())
         for part, (begin, end) in zip(("prepare", "forward", "sample"), pairwise(times), strict=True):
             seconds[part] = seconds.get(part, 0.0) + end - begin
         return outcomes
 
-    def _draw(self, logits: Tensor, sampling: Sequence[tuple[Slice, Row, bool]]) -> list[RowResult]:
-        """One result for each row of `logits`; `sampling` says whose it is, and whether it came from numbers."""
-        if not sampling:
+    def _own_s(self) -> float:
+        """A clock that stands still while ranks meet."""
+        return time.perf_counter() - self.parallel.met_s
+
+    def _finite(self, hidden: Tensor, logits: Tensor, inputs: StepInputs, sampling: Sequence[int]) -> list[bool]:
+        """Whether everything of each slice came out as a number, on every rank. `sampling` says whose the rows of `logits` are.
+
+        The largest element is NaN if any is.
+        """
+        largest = torch.cat((hidden.amax(dim=-1).float(), logits.amax(dim=-1))).cpu()
+        if self.parallel.size > 1:
+            largest = self.parallel.exchange(largest).amax(dim=0)
+        numbers: list[bool] = torch.isfinite(largest).tolist()
+        finite = [all(numbers[start:end]) for start, end in pairwise(inputs.query_start.tolist())]
+        for place, index in enumerate(sampling, start=len(hidden)):
+            finite[index] &= numbers[place]
+        return finite
+
+    def _draw(self, logits: Tensor, work: Sequence[Work]) -> list[Sampled]:
+        """A token for each row of `logits`; `work` says whose it is."""
+        if not work:
             return []
-        if injection.reach("worker.logits", _Histories(row for _, row, _ in sampling)):
-            logits = torch.full_like(logits, torch.nan)
-        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
-        chosen = [index for index, (_, _, ok) in enumerate(sampling) if ok and finite[index]]
-        results = [_failed(piece, NOT_FINITE) for piece, _, _ in sampling]
-        if not chosen:
-            return results
-        if len(chosen) < len(sampling):
-            logits = logits[chosen]
-        rows = [sampling[index] for index in chosen]
-        positions = [piece.start + piece.num_tokens for piece, _, _ in rows]
-        drawn = sample(logits, [row.sampling for _, row, _ in rows], positions, self.rows.bounds.vocab_size)
-        for index, token in zip(chosen, drawn, strict=True):
-            results[index] = _accepted(sampling[index][0], token)
-        return results
+        rows = [row.sampling for _, row in work]
+        positions = [piece.start + piece.num_tokens for piece, _ in work]
+        if self.parallel.size == 1:
+            return sample(logits, rows, positions, self.rows.bounds.vocab_size)
+        head = self.model.head
+        return sample_shared(logits, rows, positions, self.rows.bounds.vocab_size, Share(head.first_id, head.gather, self.parallel.exchange))
 
 
 class _Histories:
@@ -146,13 +172,6 @@ class _Histories:
     def __contains__(self, token_id: object) -> bool:
         self._rows = list(self._rows)
         return any(token_id in row.token_ids for row in self._rows)
-
-
-def _finite_slices(hidden: Tensor, inputs: StepInputs) -> list[bool]:
-    """Whether every token of each slice came out as a number. The largest element is NaN if any is."""
-    finite: list[bool] = torch.isfinite(hidden.amax(dim=-1)).tolist()
-    borders = inputs.query_start.tolist()
-    return [all(finite[start:end]) for start, end in pairwise(borders)]
 
 
 def _is_failure(outcome: Outcome) -> bool:

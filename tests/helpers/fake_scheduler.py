@@ -191,6 +191,7 @@ class FakeScheduler:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pagemill-")
         self.address = socket_address(self._folder.name if directory is None else str(directory), "frontend", index, 1, 1)
+        self._index = index
         self.script = script
         self.epoch = epoch
         self.gate = threading.Event()  #: sequences go on while it is set
@@ -205,7 +206,7 @@ class FakeScheduler:
         self._ready = threading.Event()
         if ready:
             self._ready.set()
-        self._outbox: deque[SchedulerToFrontend] = deque()
+        self._outbox: deque[SchedulerToFrontend | bytes] = deque()
         self._live: dict[SequenceKey, _Live] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -233,14 +234,15 @@ class FakeScheduler:
     def become_ready(self) -> None:
         self._ready.set()
 
-    def send(self, message: SchedulerToFrontend) -> None:
-        """Sent by the thread, after the handshake."""
+    def send(self, message: SchedulerToFrontend | bytes) -> None:
+        """Sent by the thread, after the handshake; bytes as they are."""
         self._outbox.append(message)
 
     def rebuild(self) -> None:
         """As after a restart of the workers: a new epoch, the same sequences."""
         self.epoch += 1
-        self.send(msgspec.structs.replace(self._geometry, epoch=self.epoch))
+        self._geometry = msgspec.structs.replace(self._geometry, epoch=self.epoch, worker_incarnation=self._geometry.worker_incarnation + 1)
+        self.send(self._geometry)
 
     def go_on(self, key: SequenceKey, steps: list[Step]) -> None:
         """Replaces what was left of the script of a sequence."""
@@ -289,7 +291,11 @@ class FakeScheduler:
                 self._channel.send(self._geometry)
                 said_ready = True
             while said_ready and self._outbox:
-                self._channel.send(self._outbox.popleft())
+                outgoing = self._outbox.popleft()
+                if isinstance(outgoing, bytes):
+                    self._channel.send_frame(outgoing)
+                else:
+                    self._channel.send(outgoing)
             if self.gate.is_set() and self._live:
                 busy = True
                 for _ in range(self.burst):
@@ -304,7 +310,7 @@ class FakeScheduler:
                 script = self.script(message)
                 if isinstance(script, Refuse):
                     rejection = Rejection(message.key, script.reason, script.required, script.available)  # type: ignore[arg-type]
-                    self._channel.send(StepOutput(0, self.epoch, (), (rejection,)))
+                    self._channel.send(StepOutput(self._index, self.epoch, (), (rejection,)))
                 else:
                     num_received = len(message.output_ids) // 4
                     self._live.setdefault(message.key, _Live(message, after(script, num_received), num_received))
@@ -331,7 +337,7 @@ class FakeScheduler:
     def _step(self) -> None:
         outputs = tuple(self._outputs())
         if outputs:
-            message = StepOutput(0, self.epoch, outputs, ())
+            message = StepOutput(self._index, self.epoch, outputs, ())
             for _ in range(2 if self.repeat_all else 1):
                 self._channel.send(message)
 

@@ -30,6 +30,7 @@ from frontend.readiness import Readiness
 from frontend.request_metrics import RequestLedger
 from frontend.services import Services
 from frontend.tokenizer import Tokenizer
+from frontend.waiting_room import WaitingRoom
 from pagemill.config import FrontendConfig
 from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler
 from tests.helpers.tiny_model import tiny_model_path
@@ -52,6 +53,7 @@ def frontend_config(**changes: object) -> FrontendConfig:
         metrics_compat="none",
         num_frontends=1,
         max_queue_time_s=0,
+        max_queued_tokens=100_000,
         max_num_queued=1024,
         max_connections=1000,
         log_format="json",
@@ -158,12 +160,13 @@ class _Thread(threading.Thread):
         self.loop = asyncio.get_running_loop()
         config, readiness = self._config, Readiness()
         metrics, overload = FrontendMetrics(config.model_names[0], config.metrics_compat), Overload(config.max_num_queued)
-        engine = Engine(FakeScheduler.hello("frontend"), readiness, (metrics, overload), max_num_queued=config.max_num_queued)
-        engine.retry_after_s = overload.retry_after_s
-        metrics.watch(engine)
+        room = WaitingRoom(config.max_num_queued, config.max_queued_tokens)
+        room.retry_after_s = overload.retry_after_s
+        engine = Engine(FakeScheduler.hello("frontend"), readiness, (metrics, overload), room)
         self.services = Services(config, readiness, engine, RequestLedger(metrics), metrics, MetricsExchange(0, 1, metrics.own), overload)
         self.services.load_text(Tokenizer(Path(config.model_path)))
         self.server = HttpServer(Application(self.services, discover()), config.max_connections)
+        metrics.watch(engine, self.server)
         if self._address is not None:
             engine.connect(self._address)
         self.loop.call_later(0.01, self.serving.set)

@@ -61,6 +61,37 @@ BASE: Config = {
     "dtype": "float32",
 }
 _LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+#: Two groups of two layers and one of a single layer, whose blocks are half empty.
+_HYBRID = {
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
+    "num_hidden_layers": 5,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "attention_bias": None,
+    "mlp_bias": None,
+}
+#: Every number differs from what would follow from others, so that none can be mistaken for another.
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 24,
+    "rope_theta": 50000.0,
+    "rope_local_base_freq": 500.0,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "tie_word_embeddings": True,
+    "mlp_bias": None,
+}
+_ROPE_BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+_SILENT = ("hidden_activation", "head_dim", "query_pre_attn_scalar", "rope_theta", "rope_local_base_freq", "layer_types", "tie_word_embeddings")
 
 #: What each kind changes. Rope settings are written in both spellings that are found in the wild.
 KINDS: dict[str, Config] = {
@@ -79,7 +110,14 @@ KINDS: dict[str, Config] = {
     "full-kv-heads": {"num_key_value_heads": 8},
     "padded-vocab": {"vocab_size": 515},  # three rows that no tokenizer entry names
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None, "attention_bias": None, "mlp_bias": None},
-    "sliding-window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64, "attention_bias": None, "mlp_bias": None},
+    "sliding-window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20, "attention_bias": None, "mlp_bias": None},
+    "hybrid": _HYBRID,
+    "hybrid-vector-heads": _HYBRID | {"head_dim": 32},
+    "gemma3": _GEMMA3,
+    "gemma3-vector-heads": _GEMMA3 | {"head_dim": 32},  # every operation is a compiled kernel
+    "gemma3-capped": _GEMMA3 | {"final_logit_softcapping": 3.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "attention_bias": True},
+    "gemma3-rope-parameters": _GEMMA3 | {"rope_theta": None, "rope_local_base_freq": None, "rope_parameters": _ROPE_BY_LAYER, "tie_word_embeddings": False},
+    "gemma3-silent": _GEMMA3 | dict.fromkeys(_SILENT) | {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window_pattern": 3},
     "bfloat16-shards": {"dtype": "bfloat16"},  # two files and an index
 }
 
@@ -133,7 +171,9 @@ def write_checkpoint(folder: Path, kind: str = "llama") -> None:
 def make_weights(config: Config) -> dict[str, npt.NDArray[np.float32]]:
     """Every tensor by its usual name. Each has a seed of its own, so variants share what they have in common."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    is_gemma = config["model_type"] == "gemma3_text"
+    head_dim = config.get("head_dim") or (256 if is_gemma else hidden // config["num_attention_heads"])
+    norms = _gemma_norms(hidden, head_dim) if is_gemma else {"input_layernorm": (hidden, 1.0), "post_attention_layernorm": (hidden, 1.0)}
     query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     # (outputs, inputs, gain): queries and keys are strong so that attention picks, and output depends on the whole context
     shapes = {
@@ -145,22 +185,32 @@ def make_weights(config: Config) -> dict[str, npt.NDArray[np.float32]]:
         "mlp.up_proj": (inner, hidden, 1.5),
         "mlp.down_proj": (hidden, inner, 1.5),
     }
-    weights = {"model.embed_tokens.weight": _normal("embed", (vocab, hidden), 0.4), "model.norm.weight": 1 + _normal("norm", (hidden,), 0.1)}
+    weights = {
+        "model.embed_tokens.weight": _normal("embed", (vocab, hidden), 0.1 if is_gemma else 0.4),
+        "model.norm.weight": (not is_gemma) + _normal("norm", (hidden,), 0.1),
+    }
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}{norm}.weight"] = 1 + _normal(prefix + norm, (hidden,), 0.1)
+        for norm, (size, mean) in norms.items():
+            weights[f"{prefix}{norm}.weight"] = np.float32(mean) + _normal(prefix + norm, (size,), 0.1)
         for name, (outputs, inputs, gain) in shapes.items():
             weights[f"{prefix}{name}.weight"] = _normal(prefix + name, (outputs, inputs), gain / math.sqrt(inputs))
             if config.get("attention_bias" if name.startswith("self_attn") else "mlp_bias"):
                 weights[f"{prefix}{name}.bias"] = _normal(prefix + name + ".bias", (outputs,), 0.3)
-    if config["tie_word_embeddings"]:
+    if config.get("tie_word_embeddings", is_gemma):
         weights["model.embed_tokens.weight"][: len(SPECIAL_TOKENS)] *= 0.1
     else:
         weights["lm_head.weight"] = _normal("lm_head", (vocab, hidden), 0.4)
         weights["lm_head.weight"][: len(SPECIAL_TOKENS)] = 0.0
         weights["lm_head.weight"][VOCAB_SIZE:] *= 3  # would often win if a sampler let them
     return weights
+
+
+def _gemma_norms(hidden: int, head_dim: int) -> dict[str, tuple[int, float]]:
+    """Size and mean, which is what a weight is more than one: strong where a block's outcome is normed, or the scaled embedding would drown it."""
+    outcomes = {"post_attention_layernorm": (hidden, 2.0), "post_feedforward_layernorm": (hidden, 2.0)}
+    heads = {"self_attn.q_norm": (head_dim, 0.5), "self_attn.k_norm": (head_dim, 0.5)}
+    return {"input_layernorm": (hidden, 0.0), "pre_feedforward_layernorm": (hidden, 0.0)} | outcomes | heads
 
 
 def make_tokenizer() -> Tokenizer:

@@ -221,7 +221,7 @@ def test_an_event_loop_gets_its_turn_however_much_a_peer_sends(pair: Pair) -> No
 
     async def count_turns() -> int:
         loop = asyncio.get_running_loop()
-        frontend.attach(loop, received.append)
+        frontend.attach(loop, received.append, lambda error: pytest.fail(str(error)))
         turns = 0
         async with asyncio.timeout(10):
             while len(received) < 100:

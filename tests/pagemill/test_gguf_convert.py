@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -19,7 +21,7 @@ from transformers.models.llama import LlamaConfig
 
 from pagemill.gguf_convert import convert, plan_shards, to_bfloat16
 from pagemill.gguf_file import GgufError, GgufFile
-from tests.helpers.tiny_gguf import write_tiny_gguf
+from tests.helpers.tiny_gguf import PIECES, USER_DEFINED, write_tiny_gguf
 from tests.helpers.tiny_model import BASE, CHAT_TEMPLATE, KINDS, make_tokenizer, make_weights
 
 TEXTS = ["What is the capital of France?", "   42 and 007", "世界 🎉", "<|im_start|>user\nhi<|im_end|>", "\n\n\tx"]
@@ -42,6 +44,15 @@ def test_weights_are_those_of_the_checkpoint_under_hugging_face_names(kind: str,
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
     assert file.shapes() == {name: values.shape for name, values in found.items()}
+
+
+def test_weights_of_gemma_are_those_of_the_checkpoint_and_norms_lose_the_one_that_was_added(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", kind="gemma3")
+    wanted = make_weights(BASE | KINDS["gemma3"])
+    found = dict(GgufFile(tmp_path / "tiny.gguf").tensors())
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], atol=3e-7 if "norm" in name else 0, rtol=0, err_msg=name)
 
 
 def test_weights_are_rounded_to_bfloat16_as_torch_rounds_them(converted: Path) -> None:
@@ -76,6 +87,21 @@ def test_config_says_what_the_checkpoint_says(converted: Path) -> None:
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
 
 
+def test_config_of_gemma_means_what_the_checkpoints_means(tmp_path: Path) -> None:
+    kind = BASE | KINDS["gemma3"] | {"query_pre_attn_scalar": KINDS["gemma3"]["head_dim"]}  # a file cannot say another scale
+    write_tiny_gguf(tmp_path / "tiny.gguf", kind="gemma3")
+    write_tiny_gguf(tmp_path / "capped.gguf", kind="gemma3-capped")
+    config = GgufFile(tmp_path / "tiny.gguf").config()
+    for name in ("head_dim", "sliding_window", "query_pre_attn_scalar", "hidden_activation", "layer_types", "tie_word_embeddings", "attention_bias"):
+        assert config[name] == kind[name], name
+    assert config["rope_parameters"] == {
+        "full_attention": {"rope_theta": kind["rope_theta"], "rope_type": "default"},
+        "sliding_attention": {"rope_theta": kind["rope_local_base_freq"], "rope_type": "default"},
+    }
+    assert (config["architectures"], config["model_type"], config["final_logit_softcapping"]) == (["Gemma3ForCausalLM"], "gemma3_text", None)
+    assert GgufFile(tmp_path / "capped.gguf").config()["final_logit_softcapping"] == KINDS["gemma3-capped"]["final_logit_softcapping"]
+
+
 def test_both_ends_of_sequence_and_of_turn_end_an_answer(converted: Path) -> None:
     assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
 
@@ -99,6 +125,45 @@ def test_vocabularies_trained_on_single_digits_split_digits_and_the_spaces_befor
     assert [piece for piece, _ in found.pre_tokenizer.pre_tokenize_str("   42 go")] == ["ĠĠĠ", "4", "2", "Ġgo"]
 
 
+def sentencepiece_ids(text: str) -> list[int]:
+    """As the algorithm is defined: user-defined pieces first, the longest; then always the pair of neighbours with the best score, the leftmost of equals."""
+    whole = {piece: 4 + index for index, piece in enumerate(USER_DEFINED)}
+    scores = {piece: -rank for rank, piece in enumerate(PIECES)}
+    first_byte = 4 + len(USER_DEFINED)
+    ids: list[int] = []
+    for part in re.split("(" + "|".join(sorted(map(re.escape, whole), key=len, reverse=True)) + ")", text):
+        if part in whole:
+            ids.append(whole[part])
+            continue
+        pieces = list(part.replace(" ", "▁"))
+        while candidates := [(scores[a + b], -at) for at, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
+            at = -max(candidates)[1]
+            pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+        for piece in pieces:
+            ids += [first_byte + 256 + PIECES.index(piece)] if piece in scores else [first_byte + byte for byte in piece.encode()]
+    return ids
+
+
+@pytest.mark.parametrize("text", ["the in tether", "a  the   in", "<td>the\n\nin 世界 🎉", " the", "thethe ther\n", "in in  in", ""])
+def test_a_sentencepiece_vocabulary_splits_text_by_its_scores(text: str, tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", kind="gemma3", sentencepiece=True)
+    convert(tmp_path / "tiny.gguf", tmp_path / "hf")
+    found = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    ids = found.encode(text, add_special_tokens=False).ids
+    assert ids == sentencepiece_ids(text)
+    assert found.encode(text).ids == [2, *ids]
+    assert found.decode(ids) == text
+
+
+def test_a_sentencepiece_vocabulary_that_begins_texts_with_a_space_takes_it_back(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", kind="gemma3", sentencepiece=True, space_prefix=True)
+    convert(tmp_path / "tiny.gguf", tmp_path / "hf")
+    found = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    ids = found.encode("the in", add_special_tokens=False).ids
+    assert ids == sentencepiece_ids(" the in")
+    assert found.decode(ids) == "the in"
+
+
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_rope_frequencies_of_llama_3_become_its_rope_scaling(factor: float, tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -116,8 +181,8 @@ def test_rope_frequencies_of_no_known_release_are_refused(tmp_path: Path) -> Non
 
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path / "tiny.gguf", architecture="gemma3")
-    with pytest.raises(GgufError, match="'gemma3'"):
+    write_tiny_gguf(tmp_path / "tiny.gguf", architecture="falcon")
+    with pytest.raises(GgufError, match="'falcon'"):
         GgufFile(tmp_path / "tiny.gguf")
 
 

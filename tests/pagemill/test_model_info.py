@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pagemill.errors import UsageError
+from pagemill.messages import KvGroup
 from pagemill.model_info import check_supported, read_model_info, weight_files
 from tests.helpers.tiny_model import tiny_model_path
 
@@ -52,7 +53,7 @@ def test_geometry_is_read_without_a_weight(folder: Path) -> None:
     info = read_model_info(folder)
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.context_length) == (2, 4, 2, 16, 512)
     assert (info.num_parameters, info.weight_bytes) == (45, 100)
-    assert info.kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2
+    assert info.block_bytes(2, 16) == 2 * 2 * 2 * 16 * 2 * 16
     assert not info.tied_embeddings
 
 
@@ -70,22 +71,12 @@ def test_the_generation_config_says_what_ends_a_turn(folder: Path) -> None:
     assert read_model_info(folder).eos_token_ids == (7,)
 
 
-@pytest.mark.parametrize(
-    ("changes", "window"),
-    [
-        ({}, 0),
-        ({"sliding_window": None}, 0),
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, 0),
-        ({"sliding_window": 256}, 256),
-        ({"sliding_window": 256, "use_sliding_window": False}, 0),
-        ({"sliding_window": 256, "layer_types": ["full_attention", "full_attention"]}, 0),
-        ({"sliding_window": 256, "layer_types": ["full_attention", "sliding_attention"]}, 256),
-    ],
-)
-def test_a_window_counts_only_where_a_layer_uses_it(folder: Path, changes: dict[str, object], window: int) -> None:
-    write_config(folder, **changes)
-    assert read_model_info(folder).sliding_window == window
+def test_layers_that_look_back_differently_far_lie_in_blocks_of_one_size(folder: Path) -> None:
+    write_config(folder, model_type="ministral", num_hidden_layers=4, sliding_window=256, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+    info = read_model_info(folder)
+    assert info.windows == (256, 256, 256, 0)
+    assert info.groups == (KvGroup(), *[KvGroup(window=256)] * 3)
+    assert info.block_bytes(2, 16) == 2 * 1 * 2 * 16 * 2 * 16
 
 
 @pytest.mark.parametrize(

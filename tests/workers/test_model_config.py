@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_model import BASE, KINDS, tiny_checkpoint
-from workers.model_config import ModelRefused, read_config
+from workers.layers import GATES
+from workers.model_config import ACTIVATIONS, ModelRefused, read_config
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -22,13 +23,14 @@ def test_the_usual_fields_are_read() -> None:
     config = read_config(tiny_checkpoint("llama"))
     assert config.architectures == ("LlamaForCausalLM",)
     assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (64, 8, 4, 8)
-    assert config.longest_exact_len == 4096
-    assert config.rope.rope_type == "default"
+    assert (config.max_position_embeddings, config.windows) == (4096, (0, 0, 0))
+    assert config.ropes[0].rope_type == "default"
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_tiny_checkpoint_is_accepted(kind: str) -> None:
-    assert read_config(tiny_checkpoint(kind)).num_hidden_layers == 3
+    config = read_config(tiny_checkpoint(kind))
+    assert config.num_hidden_layers == len(config.windows) == len(config.ropes) == KINDS[kind].get("num_hidden_layers", 3)
 
 
 def test_absent_fields_take_their_usual_defaults(tmp_path: Path) -> None:
@@ -40,10 +42,28 @@ def test_absent_fields_take_their_usual_defaults(tmp_path: Path) -> None:
 
 def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
-    old = read_config(written(tmp_path, rope_theta=500000.0, rope_scaling=scaling)).rope
-    new = read_config(written(tmp_path, rope_theta="absent", rope_parameters=scaling | {"rope_theta": 500000.0})).rope
+    old = read_config(written(tmp_path, rope_theta=500000.0, rope_scaling=scaling)).ropes[0]
+    new = read_config(written(tmp_path, rope_theta="absent", rope_parameters=scaling | {"rope_theta": 500000.0})).ropes[0]
     assert old == new
     assert (old.rope_theta, old.factor) == (500000.0, 8.0)
+
+
+def test_layers_with_a_window_have_a_rope_of_their_own_where_the_family_gives_them_one() -> None:
+    plain, scaled, nested = (read_config(tiny_checkpoint(kind)).ropes for kind in ("gemma3", "gemma3-capped", "gemma3-rope-parameters"))
+    assert [(rope.rope_type, rope.rope_theta) for rope in plain] == [("default", 500.0), ("default", 50000.0), ("default", 500.0)]
+    assert [(rope.rope_type, rope.factor) for rope in scaled] == [("default", 1.0), ("linear", 4.0), ("default", 1.0)]
+    assert nested == scaled
+    assert len(set(read_config(tiny_checkpoint("llama3-rope")).ropes)) == 1
+
+
+def test_a_silent_file_of_gemma_means_what_its_code_assumes() -> None:
+    config = read_config(tiny_checkpoint("gemma3-silent"))
+    assert (config.head_dim, config.attention_scale, config.activation, config.tie_word_embeddings) == (256, 1 / 16, "gelu_pytorch_tanh", True)
+    assert [rope.rope_theta for rope in config.ropes] == [10000.0, 10000.0, 1000000.0]
+
+
+def test_every_activation_that_is_accepted_has_a_kernel() -> None:
+    assert set(ACTIVATIONS) == set(GATES)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +72,13 @@ def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}, "factor": "much"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "factor": "much"}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"factor": "much"}}}, "factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"hidden_activation": "relu"}, "'relu'"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"hidden_size": "absent"}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
@@ -70,22 +94,11 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "window"),
-    [
-        ({"sliding_window": 64}, 64),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 64, "use_sliding_window": False}, None),
-        ({"sliding_window": 64, "layer_types": ["full_attention"] * 3}, None),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 64),
-        ({}, None),
-        ({"model_type": "mistral"}, 4096),
-    ],
-)
-def test_a_sliding_window_limits_the_length_that_is_exact(tmp_path: Path, changes: dict[str, Any], window: int | None) -> None:
-    config = read_config(written(tmp_path, max_position_embeddings=8192, **changes))
-    assert config.sliding_window == window
-    assert config.longest_exact_len == (window or 8192)
+def test_each_layer_looks_back_as_far_as_the_config_says(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read_config(written(tmp_path, model_type="ministral", sliding_window=64, layer_types=kinds)).windows == (64, 0, 64)
+    with pytest.raises(ModelRefused, match="layer_types names 3 layers, but there are 4"):
+        read_config(written(tmp_path, num_hidden_layers=4, layer_types=kinds))
 
 
 def test_ids_past_the_tokenizer_are_padding() -> None:

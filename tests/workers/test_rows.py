@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
 
-from pagemill.messages import InstallRow, PlanId, SamplingParams, Slice, pack_ids
+from pagemill.messages import BEHIND, InstallRow, KvGroup, PlanId, SamplingParams, Slice, pack_ids
 from tests.helpers.plans import install, piece, plan
 from workers.rows import INVALID_INPUT, Row, RowBounds, RowTable
 
-BOUNDS = RowBounds(vocab_size=100, num_blocks=8, block_size=4, max_model_len=24, num_groups=1)
+BOUNDS = RowBounds(vocab_size=100, num_blocks=8, block_size=4, max_model_len=24, groups=(KvGroup(),))
+#: A window of five positions: computing position p needs what lies from p - 4 on.
+HYBRID = replace(BOUNDS, groups=(KvGroup(), KvGroup(window=5)))
 
 
 def table_with(*messages: InstallRow) -> RowTable:
@@ -185,4 +189,68 @@ def test_a_token_is_that_of_the_plan_named_and_of_no_earlier_one() -> None:
 
 def test_a_deferred_slice_out_of_range_fails_as_any_other() -> None:
     (row,) = table_with(install(0, [1, 2, 3], [7])).apply(plan(piece(0, 3, 1, after_plan=PlanId(4), new_blocks=[8])))
+    assert row.error == INVALID_INPUT
+
+
+def hybrid_row(full: Sequence[int], window: Sequence[int], num_tokens: int = 20) -> Row:
+    message = install(0, [1] * num_tokens, [])
+    return Row(msgspec.structs.replace(message, block_tables=(pack_ids(list(full)), pack_ids(list(window)))), HYBRID)
+
+
+def hybrid_piece(start: int, num_tokens: int, *new_blocks: Sequence[int]) -> Slice:
+    return msgspec.structs.replace(piece(0, start, num_tokens, sample=False), new_block_ids=tuple(pack_ids(list(ids)) for ids in new_blocks))
+
+
+@pytest.mark.parametrize(
+    ("start", "num_behind", "error"),
+    [(8, 1, ""), (7, 1, INVALID_INPUT), (11, 1, ""), (12, 2, ""), (11, 2, INVALID_INPUT), (16, 3, ""), (0, 1, INVALID_INPUT), (-1, 1, INVALID_INPUT)],
+)
+def test_only_what_lies_behind_the_window_of_a_slice_may_be_gone(start: int, num_behind: int, error: str) -> None:
+    row = hybrid_row([0, 1, 2, 3, 4], [BEHIND] * num_behind + [5, 6, 7, 5, 6][num_behind:])
+    row.apply(hybrid_piece(start, 2), HYBRID)
+    assert row.error == error
+    assert row.num_behind == [0, num_behind]
+
+
+@pytest.mark.parametrize(
+    ("full", "window"),
+    [
+        ([BEHIND, 1, 2, 3, 4], [0, 5, 6, 7, 5]),
+        ([0, 1, 2, 3, 4], [5, BEHIND, 6, 7, 5]),
+        ([0, 1, 2, 3, 4], [BEHIND, 5, BEHIND, 7, 5]),
+        ([0, 1, 2, 3, 4], [-3, 5, 6, 7, 5]),
+        ([0, 1, 2, 3, 4], [-1, 5, 6, 7, 5]),
+        ([0, 1, 2, 3, 4], [BEHIND, 5, 6, 7, 8]),
+        ([0, 1, 2, 3, 4], [BEHIND] * 5),
+        ([0, 1, 2, 3, 4], [BEHIND] * 3 + [5]),
+    ],
+    ids=["in a full group", "behind a block", "again", "another number", "no block", "past the pool", "nothing but", "too few"],
+)
+def test_whatever_else_is_no_block_fails(full: list[int], window: list[int]) -> None:
+    row = hybrid_row(full, window)
+    row.apply(hybrid_piece(19, 1), HYBRID)
+    assert row.error == INVALID_INPUT
+
+
+def test_tables_of_a_window_grow_as_others_do_and_may_begin_late() -> None:
+    row = hybrid_row([0, 1], [], num_tokens=16)
+    row.apply(hybrid_piece(12, 3, [2, 3], [BEHIND, BEHIND, 4, 5]), HYBRID)
+    assert (row.error, row.num_behind) == ("", [0, 2])
+    assert row.block_tables[1].tolist() == [BEHIND, BEHIND, 4, 5]
+    row.apply(hybrid_piece(15, 1, [], [BEHIND]), HYBRID)
+    assert row.error == INVALID_INPUT, "nothing can be behind the window and ahead of what is being computed"
+
+
+def test_a_prefix_found_later_leaves_what_was_known_before_it_behind() -> None:
+    row = hybrid_row([0, 1], [5, 6])
+    row.apply(hybrid_piece(16, 1, [2, 3, 4], [BEHIND, 7, 5]), HYBRID)
+    assert row.num_behind == [0, 3]
+    assert row.block_tables[1].tolist() == [BEHIND, BEHIND, BEHIND, 7, 5]
+    assert row.block_tables[0].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("tables", [(), (pack_ids([0]),), (pack_ids([0]), pack_ids([BEHIND]), pack_ids([BEHIND])), (pack_ids([0]), pack_ids([BEHIND]) + b"\1")])
+def test_tables_that_are_not_those_of_the_groups_fail_without_raising(tables: tuple[bytes, ...]) -> None:
+    row = Row(msgspec.structs.replace(install(0, [1] * 3, []), block_tables=tables), HYBRID)
+    row.apply(hybrid_piece(0, 3), HYBRID)
     assert row.error == INVALID_INPUT

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from pagemill.messages import NONE, Plan, PlanId, RowResult, SamplingParams
 from scripts.lib.offline import OfflineEngine, offline_config
 from tests.helpers.forward import logits_in_chunks
 from tests.helpers.plans import install, piece, plan
+from tests.helpers.rank_threads import thread_group
+from tests.helpers.ranks import close, load_ranks, together
 from tests.helpers.tiny_model import VOCAB_SIZE, tiny_checkpoint
 from workers.inputs import StepInputs
 from workers.kv_cache import KvCache
 from workers.loader import Loaded, load
+from workers.parallel import PeerRankLost, TensorParallel
 from workers.probe import DeviceFault
 from workers.rows import INVALID_INPUT
 from workers.runner import NOT_FINITE, STEP_FAILED, Runner
@@ -44,6 +48,7 @@ class FaultyModel:
 
     def __init__(self, runner: Runner, fault: str, poison: int = POISON, times: int = 10**6) -> None:
         self._model = runner.model
+        self.head = runner.model.head
         self._fault = fault
         self._poison = poison
         self._times_left = times  #: forwards that go wrong, before it recovers
@@ -76,7 +81,7 @@ def poison(runner: Runner, fault: str, **changes: int) -> FaultyModel:
 def by_row(runner: Runner, work: Plan) -> dict[int, RowResult]:
     assert runner.rows.missing(work) is None
     results, seconds = runner.run(work)
-    assert set(seconds) == {"prepare", "forward", "sample"}
+    assert set(seconds) == {"prepare", "forward", "sample"} | ({"reduce"} if runner.parallel.size > 1 else set())
     assert len({result.row for result in results}) == len(results)
     return {result.row: result for result in results}
 
@@ -253,3 +258,129 @@ def test_the_engine_gives_the_same_tokens_in_one_go_and_in_pieces(loaded: Loaded
     tight = OfflineEngine(loaded, check_invariants=True, num_blocks=14, max_num_batched_tokens=16)
     assert whole == pieces == tight.generate(prompts(6), max_tokens=20)
     assert sum(output.num_preemptions for output in tight.outputs.values()) > 0
+
+
+# --- several ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded_ranks() -> Iterator[list[Loaded]]:
+    ranks = load_ranks(tiny_checkpoint("llama"), 2, block_size=4, num_blocks=64)
+    yield ranks
+    close(ranks)
+
+
+@pytest.fixture
+def ranks(loaded_ranks: list[Loaded]) -> Iterator[list[Runner]]:
+    runners = [
+        Runner(each.runner.model, each.runner.kv_cache, each.runner.swapper, each.runner.rows, torch.device("cpu"), each.runner.parallel)
+        for each in loaded_ranks
+    ]
+    yield runners
+    for runner in runners:
+        runner.rows.clear()
+
+
+def by_row_on_all(ranks: Sequence[Runner], work: Plan) -> dict[int, RowResult]:
+    """What all ranks say alike."""
+    results = together(lambda runner: by_row(runner, work), ranks)
+    assert all(each == results[0] for each in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, num_logprobs=2), SamplingParams(temperature=1.5)])
+def test_all_ranks_draw_the_same_tokens(ranks: list[Runner], loaded: Loaded, sampling: SamplingParams) -> None:
+    histories = prompts(4)
+    for runner in ranks:
+        for index, tokens in enumerate(histories):
+            runner.rows.install(install(index, tokens, range(4 * index, 4 * index + 4), sampling=sampling, seed=index))
+    results = by_row_on_all(ranks, plan(*(piece(index, 0, len(tokens)) for index, tokens in enumerate(histories))))
+    if sampling.temperature == 0:
+        assert [results[index].token_ids for index in range(4)] == [(argmax(loaded, tokens),) for tokens in histories]
+
+
+class SlowMirror(TensorParallel):
+    """One of two ranks, of which the other does the same and takes ages to come."""
+
+    size = 2
+
+    def exchange(self, values: Tensor) -> Tensor:
+        self.met_s += 1000.0
+        return torch.stack((values, values))
+
+
+def test_meeting_other_ranks_is_a_part_of_the_step_of_its_own(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, mirror = time.perf_counter, SlowMirror()
+    monkeypatch.setattr("workers.runner.time.perf_counter", lambda: now() + mirror.met_s)
+    runner.parallel = mirror
+    install_all(runner, [[5, 6]])
+    for _ in range(2):
+        results, seconds = runner.run(plan(piece(0, 0, 2)))
+        assert results[0].outcome == "accepted"
+        assert seconds.pop("reduce") == 2000.0  # whether it came out as numbers, and which token is the best
+        assert 0 < min(seconds.values()) < sum(seconds.values()) < 1000
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("fault", ["hidden", "logits"])
+def test_numbers_that_go_wrong_on_one_rank_fail_their_row_on_all(ranks: list[Runner], loaded: Loaded, fault: str, broken: int) -> None:
+    histories = prompts(4)
+    expected = [argmax(loaded, tokens) for tokens in histories]
+    histories[1].append(POISON)
+    for runner in ranks:
+        install_all(runner, histories)
+    models = [poison(runner, fault if rank == broken else "none") for rank, runner in enumerate(ranks)]
+    results = by_row_on_all(ranks, plan(*(piece(index, 0, len(tokens)) for index, tokens in enumerate(histories))))
+    assert (results[1].outcome, results[1].error) == ("failed", NOT_FINITE)
+    assert [results[row].token_ids for row in (0, 2, 3)] == [(expected[row],) for row in (0, 2, 3)]
+    assert [model.num_calls for model in models] == [2, 2], "only the row without a result is tried once more"
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_a_fault_that_passes_on_one_rank_fails_nobody(ranks: list[Runner], loaded: Loaded, sample: bool) -> None:
+    histories = prompts(3)
+    for runner in ranks:
+        install_all(runner, histories)
+    poison(ranks[1], "hidden", poison=EVERY, times=1)
+    results = by_row_on_all(ranks, plan(*(piece(index, 0, len(tokens), sample=sample) for index, tokens in enumerate(histories))))
+    assert [result.token_ids for result in results.values()] == [(argmax(loaded, tokens),) for tokens in histories if sample]
+
+
+def test_a_rank_that_computes_no_numbers_any_more_is_a_fault_that_all_see(ranks: list[Runner]) -> None:
+    for runner in ranks:
+        install_all(runner, [[5, 6], [7, 8]])
+    poison(ranks[1], "hidden", poison=EVERY)
+
+    def run(runner: Runner) -> None:
+        with pytest.raises(DeviceFault, match=r"^all rows came out as not a number$"):
+            runner.run(plan(piece(0, 0, 2), piece(1, 0, 2)))
+
+    together(run, ranks)
+
+
+def test_an_exception_on_one_rank_of_several_is_not_tried_again(loaded: Loaded) -> None:
+    runner = Runner(loaded.runner.model, loaded.runner.kv_cache, loaded.runner.swapper, loaded.runner.rows, torch.device("cpu"), thread_group(2)[0])
+    install_all(runner, [[5, POISON], [7, 8]])
+    model = poison(runner, "raise")
+    with pytest.raises(DeviceFault, match=r"^a step failed on one of 2 ranks: RuntimeError: poison$"):
+        runner.run(plan(piece(0, 0, 2), piece(1, 0, 2)))
+    assert model.num_calls == 1
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_the_loss_of_another_rank_is_no_fault_of_rows_or_devices(runner: Runner, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    """Neither in a step, nor when its rows are tried again, nor in the probe."""
+    install_all(runner, [[5, POISON]])
+    model = poison(runner, "hidden")
+    compute = FaultyModel.__call__
+
+    def lose(self: FaultyModel, inputs: StepInputs, kv_cache: KvCache) -> Tensor:
+        hidden = compute(self, inputs, kv_cache)
+        if self.num_calls == when:
+            raise PeerRankLost("rank 0 of 2 has lost another rank")
+        return hidden
+
+    monkeypatch.setattr(FaultyModel, "__call__", lose)
+    with pytest.raises(PeerRankLost):
+        runner.run(plan(piece(0, 0, 2)))
+    assert model.num_calls == when

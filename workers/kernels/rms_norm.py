@@ -85,20 +85,23 @@ _NORM = NativeKernel(NAME, _build)
 
 def compile_for(dtype: torch.dtype) -> None:
     _NORM.compile(simd.KINDS[dtype], simd.KINDS[dtype])
+    if dtype != torch.float32:
+        _NORM.compile(simd.KINDS[dtype], FLOAT32)  # weights that are one plus what the checkpoint holds
 
 
-def _case(rows: int, width: int, dtype: torch.dtype, with_residual: bool, tolerance: float) -> Case:
+def _case(rows: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype, with_residual: bool, tolerance: float) -> Case:
     def arguments() -> tuple[Tensor | float | None, ...]:
         generator = torch.Generator().manual_seed(rows * width)
         x, weight, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, width), (width,), (rows, width)))
-        return x, weight, 1e-5, residual if with_residual else None
+        return x, weight.to(weight_dtype), 1e-5, residual if with_residual else None
 
-    return Case(f"{rows}x{width}-{dtype}-{'add' if with_residual else 'plain'}", arguments, tolerance)
+    return Case(f"{rows}x{width}-{dtype}-{'add' if with_residual else 'plain'}-weight-{weight_dtype}", arguments, tolerance)
 
 
 CASES = [
-    _case(rows, width, dtype, with_residual, tolerance)
+    _case(rows, width, dtype, weight_dtype, with_residual, tolerance)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3))
+    for weight_dtype in dict.fromkeys((dtype, torch.float32))
     for rows, width in ((1, 16), (3, 576), (130, 576), (2, 40))
     for with_residual in (False, True)
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.inputs import StepInputs
 from workers.kv_cache import KvCache
-from workers.layers import LayerBuilder
+from workers.layers import LayerBuilder, LmHead
 from workers.model_config import ModelConfig, ModelRefused
 
 
@@ -24,6 +24,7 @@ class Model(Protocol):
 
     ARCHITECTURES: ClassVar[tuple[str, ...]]
     PACKED: ClassVar[dict[str, tuple[str, ...]]]  #: merged matrix -> its parts in the checkpoint
+    head: LmHead
 
     def __init__(self, config: ModelConfig, layers: LayerBuilder, max_model_len: int) -> None: ...
 
@@ -32,7 +33,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocabulary] float32"""
+        """[N, hidden] -> float32 logits of this rank's share of the vocabulary, which `head` can gather."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The Llama family: pre-norm decoder blocks with grouped-query attention, rotary positions and a gated MLP.
 
-Llama 2 and 3, SmolLM2, Mistral and what else calls itself so. Differences between them are numbers in the
-config: rope settings, biases, head size, tied embeddings.
+Llama 2 and 3, SmolLM2, Mistral, Ministral and what else calls itself so. Differences between them are numbers in
+the config: rope settings, biases, head size, tied embeddings, and how far each layer looks back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class Block:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         packed = Model.PACKED
         self.input_norm = layers.norm(f"{prefix}.input_layernorm", hidden, eps)
-        self.attention = layers.attention(f"{prefix}.self_attn", packed["qkv_proj"], hidden, heads, table, bias=config.attention_bias)
+        self.attention = layers.attention(
+            f"{prefix}.self_attn", packed["qkv_proj"], hidden, heads, table, scale=config.attention_scale, bias=config.attention_bias
+        )
         self.mlp_norm = layers.norm(f"{prefix}.post_attention_layernorm", hidden, eps)
-        self.mlp = layers.gated_mlp(f"{prefix}.mlp", packed["gate_up_proj"], hidden, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = layers.gated_mlp(f"{prefix}.mlp", packed["gate_up_proj"], hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
 
     def __call__(self, stream: Tensor, update: Tensor | None, inputs: StepInputs, cache: LayerCache) -> Tensor:
         """`update` is what the block before adds to the stream; returns what this one adds."""
@@ -38,7 +40,7 @@ class Block:
 class Model:
     """Embedding, blocks, norm, output head."""
 
-    ARCHITECTURES: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "MistralForCausalLM")
+    ARCHITECTURES: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM")
     PACKED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -46,9 +48,9 @@ class Model:
 
     def __init__(self, config: ModelConfig, layers: LayerBuilder, max_model_len: int) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
-        table = layers.rotary_table(config.rope, config.head_dim, max_model_len)
+        tables = [layers.rotary_table(rope, config.head_dim, max_model_len) for rope in config.ropes]
         self.embedding = layers.embedding("model.embed_tokens", vocab, hidden)
-        self.blocks = [Block(config, layers, f"model.layers.{index}", table) for index in range(config.num_hidden_layers)]
+        self.blocks = [Block(config, layers, f"model.layers.{index}", table) for index, table in enumerate(tables)]
         self.norm = layers.norm("model.norm", hidden, config.rms_norm_eps)
         self.head = layers.lm_head("lm_head", vocab, hidden, tied=self.embedding if config.tie_word_embeddings else None)
 
@@ -60,4 +62,4 @@ class Model:
         return self.norm(stream) if update is None else self.norm.add(update, stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)  # [N, vocabulary]
+        return self.head(hidden)  # [N, share of the vocabulary]
