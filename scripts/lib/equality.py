@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from kvstore.arena import map_region
 from pagemill.arena_file import kept_arena, slot_bytes_for
 from pagemill.config import Dtype
 from pagemill.messages import FinishReason, TokenLogprobs
+from pagemill.model_info import read_model_info
 from scripts.lib.equality_cells import PREFILL_TOK_S, UNLIMITED, Asked, Cell, CellSource, Scale
 from scripts.lib.equality_run import CellRun
 from scripts.lib.offline import OfflineEngine, Output, offline_config
@@ -123,7 +125,7 @@ class Bench:
     """A loaded model, its arena, and what it answers to each sequence alone. For the thread that made it."""
 
     def __init__(self, loaded: Loaded, slots: Tensor, scale: Scale) -> None:
-        self.loaded, self.cells = loaded, CellSource(scale)
+        self.loaded, self.cells = loaded, CellSource(scale, loaded.ready.groups)
         self._slots = slots
         self._blocks = loaded.runner.kv_cache.blocks
         self._copier = LateCopier(self._blocks, slots[:, : self._blocks.shape[1]])
@@ -196,21 +198,22 @@ def _limits(cell: Cell) -> dict[str, object]:
 @contextmanager
 def open_bench(path: str, dtype: Dtype, scale: Scale, *, deterministic: Literal["on", "off"] = "on") -> Iterator[Bench]:
     """Loads the model at `path`, with an arena. Raises ModelRefused if it cannot be deterministic."""
-    num_threads = torch.get_num_threads()
+    num_threads, num_groups = torch.get_num_threads(), len(read_model_info(Path(path)).groups)
     loaded = load(
         offline_config(
             path,
             dtype=dtype,
             deterministic=deterministic,
             block_size=scale.block_size,
-            num_blocks=scale.num_blocks,
+            num_blocks=scale.num_blocks * num_groups,
             max_model_len=scale.max_model_len,
             num_threads=scale.num_threads,
         )
     )
     slot_bytes = slot_bytes_for(loaded.ready.block_bytes)
-    with kept_arena(scale.num_swap_slots * slot_bytes) as arena_fd:
-        region = map_region(arena_fd, 0, scale.num_swap_slots * slot_bytes, slot_bytes)
+    arena_bytes = scale.num_swap_slots * num_groups * slot_bytes
+    with kept_arena(arena_bytes) as arena_fd:
+        region = map_region(arena_fd, 0, arena_bytes, slot_bytes)
     bench = Bench(loaded, torch.frombuffer(region.memory, dtype=torch.uint8).view(region.num_slots, slot_bytes), scale)
     try:
         yield bench

@@ -8,6 +8,7 @@ Must not know engines; `equality` runs cells and compares.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagemill.keys import choice_seed
-from pagemill.messages import NONE, SamplingParams, VictimKind
+from pagemill.kv_groups import peak_blocks
+from pagemill.messages import NONE, KvGroup, SamplingParams, VictimKind
 
 Pressure = Literal["none", "some", "hard"]
 Arena = Literal["none", "tiny", "ample"]
@@ -60,8 +62,8 @@ class Scale:
     """How large cells are, and what they need: for a model that is fast, or for one that is slow."""
 
     block_size: int = 16
-    num_blocks: int = 128  #: of the loaded pool: no cell needs more
-    num_swap_slots: int = 128  #: of the arena
+    num_blocks: int = 128  #: of the loaded pool, for each KV group: no cell needs more
+    num_swap_slots: int = 128  #: of the arena, for each KV group
     stem_tokens: int = 64  #: prompts begin with part of a stem
     output_tokens: tuple[int, ...] = (1, 4, 8, 8, 10, 32)
     max_model_len: int = 1024
@@ -83,6 +85,10 @@ SLOW = Scale(
     cells_per_catalogue=50,
     max_requests=3,
 )
+
+
+#: For one whose windows are of 512 tokens: half of the prompts are longer.
+LONG = dataclasses.replace(SLOW, num_blocks=64, num_swap_slots=64, stem_tokens=576, num_requests=4)
 
 
 @dataclass(frozen=True)
@@ -201,10 +207,10 @@ def every_place() -> list[str]:
 
 
 class CellSource:
-    """Draws cells of one scale. The catalogue of the last one is kept."""
+    """Draws cells of one scale, for a model with these KV groups. The catalogue of the last one is kept."""
 
-    def __init__(self, scale: Scale) -> None:
-        self.scale = scale
+    def __init__(self, scale: Scale, groups: tuple[KvGroup, ...] = (KvGroup(),)) -> None:
+        self.scale, self.groups = scale, groups
         self._catalogue: tuple[int, list[Request]] = (NONE, [])
 
     def cell(self, number: int) -> Cell:
@@ -228,7 +234,7 @@ class CellSource:
             pressure=pressure,
             num_blocks=self._num_blocks(draw, pressure, warm_up, arrivals),
             arena=arena,
-            num_swap_slots={"none": 0, "tiny": draw.randint(1, 4), "ample": self.scale.num_swap_slots}[arena],
+            num_swap_slots={"none": 0, "tiny": draw.randint(1, 4), "ample": self.scale.num_swap_slots * len(self.groups)}[arena],
             preemption=draw.choice(("auto", "auto", "swap", "recompute")),
             prices=draw.choice(("measured", "swap is cheap", "recompute is cheap")),
             budget=budget,
@@ -242,7 +248,7 @@ class CellSource:
     def _num_blocks(self, draw: random.Random, pressure: Pressure, warm_up: tuple[Request, ...], arrivals: tuple[Arrival, ...]) -> int:
         """The longest sequence always fits, or it would end before it should."""
         if pressure == "none":
-            return self.scale.num_blocks
+            return self.scale.num_blocks * len(self.groups)
         needs = [self._blocks_for(arrival.request) for arrival in arrivals]
         longest = max([*needs, *map(self._blocks_for, warm_up)])
         if pressure == "hard":
@@ -252,7 +258,7 @@ class CellSource:
 
     def _blocks_for(self, request: Request) -> int:
         """For one choice."""
-        return -(-request.asked[0].num_tokens // self.scale.block_size)
+        return peak_blocks(self.groups, request.asked[0].num_tokens, self.scale.block_size, chunk=1)
 
     def _requests(self, number: int) -> list[Request]:
         if self._catalogue[0] != number:

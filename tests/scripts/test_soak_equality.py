@@ -34,6 +34,8 @@ from workers.transfer_order import Direction
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CELLS = 1_000
+#: Of these, on a model with windows beside full layers.
+HYBRID_CELLS = 400
 DEFAULT_CELLS = 40
 #: Enough for each planted fault to show.
 FEW = 60
@@ -50,6 +52,7 @@ def soaked() -> subprocess.CompletedProcess[str]:
     except ModelError:
         num_default = 0
     command = [sys.executable, str(ROOT / "scripts" / "soak_equality"), "--cells", str(TINY_CELLS + num_default), "--default-cells", str(num_default)]
+    command += ["--hybrid-cells", str(HYBRID_CELLS)]
     return subprocess.run(command, capture_output=True, text=True, timeout=870, check=False)
 
 
