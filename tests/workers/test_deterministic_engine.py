@@ -22,7 +22,7 @@ from workers.loader import Loaded, load
 pytestmark = pytest.mark.timeout(300)
 
 #: Of the tiny model, and of the default one: 32 of that at once are compared over HTTP (tests/e2e/test_default_model.py).
-NUM_STREAMS = {"tiny": 32, "default": 12}
+NUM_STREAMS = {"tiny": 32, "default": 20}
 NUM_TOKENS = 8
 NUM_BLOCKS = 256
 
@@ -78,7 +78,7 @@ def test_chunked_prompts_give_the_same_bits(reference: Reference, budget: int) -
 
 
 def test_sequences_preempted_and_computed_again_give_the_same_bits(reference: Reference) -> None:
-    engine = OfflineEngine(reference.loaded, num_blocks=7, max_num_seqs=16, prefix_caching=False, check_invariants=True)
+    engine = OfflineEngine(reference.loaded, num_blocks=14, max_num_seqs=16, prefix_caching=False, check_invariants=True)
     assert answers_of(engine, reference.streams) == reference.answers
     assert engine.core.preemption.decisions.num_preempted("recompute") >= 2
 
