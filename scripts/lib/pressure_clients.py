@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.block_table import blocks_for
+from pagemill.kv_groups import peak_blocks
 from pagemill.messages import SequenceKey
 from scripts.lib.engine import Engine
 from scripts.lib.workloads import Request, TokenSource, Workload
@@ -46,9 +46,13 @@ class Reserving(AllAtOnce):
 
     def ask(self, engine: Engine) -> float:
         config = engine.core.config
-        promised = sum(blocks_for(sequence.num_prompt_tokens + sequence.limits.max_tokens, config.block_size) for sequence in engine.core.sequences.values())
+
+        def blocks_of(num_tokens: int) -> int:
+            return peak_blocks(config.groups, num_tokens, config.block_size, config.max_num_batched_tokens)
+
+        promised = sum(blocks_of(sequence.num_prompt_tokens + sequence.limits.max_tokens) for sequence in engine.core.sequences.values())
         while self._waiting:
-            promised += blocks_for(self._waiting[0].num_tokens, config.block_size)
+            promised += blocks_of(self._waiting[0].num_tokens)
             if promised > config.num_blocks:
                 break
             self._add(engine)

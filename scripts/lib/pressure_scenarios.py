@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from kvstore.block_table import blocks_for
+from pagemill.kv_groups import peak_blocks
+from pagemill.messages import KvGroup
 from scripts.lib.pressure import SNAPSHOT_ALWAYS, Client, Measured
 from scripts.lib.pressure_clients import BURSTS, FOLLOW_UPS, AllAtOnce, Conversations, JobsAndBursts, Reserving, Talk
 from scripts.lib.report import median_interval, percentiles
@@ -64,6 +65,8 @@ class Shape:
     num_swap_slots: int = 0  #: 0: as many as all requests could ever need
     mixes: tuple[str, ...] = ("32:256:384", "16:2048:512")  #: of `Steady`, before scaling
     budgets: tuple[float, ...] = (100.0, 50.0, 25.0, 12.5)  #: of `Steady`, in percent; the largest is what shares are of
+    groups: tuple[KvGroup, ...] = (KvGroup(),)  #: of the model
+    chunk: int = 512  #: tokens of one step
 
     def tokens(self, number: int) -> int:
         return max(1, round(number * self.scale))
@@ -73,7 +76,11 @@ class Shape:
 
     def blocks(self, workload: Workload) -> int:
         """What its requests hold in the end."""
-        return workload.num_requests * blocks_for(workload.num_prompt_tokens + workload.num_output_tokens, self.block_size)
+        return workload.num_requests * self.blocks_of(workload.num_prompt_tokens + workload.num_output_tokens)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """What one sequence holds at most."""
+        return peak_blocks(self.groups, num_tokens, self.block_size, self.chunk)
 
     def limits(self, policy: str, num_blocks: int, num_swap_slots: int, **more: object) -> dict[str, object]:
         """Of a core. Whatever is no policy of ours has no swap space."""
@@ -173,11 +180,12 @@ class Bursts:
 class Talking:
     """Conversations in a pool that holds only some of them; an answer begins when what it follows is there again."""
 
-    def __init__(self, shape: Shape, talk: Talk, num_fitting: int = 4) -> None:
+    def __init__(self, shape: Shape, talk: Talk, num_fitting: float = 4) -> None:
         self._shape, self._talk = shape, talk
         self._workload = f"{talk.num_sessions}:{talk.num_start}+{talk.num_turns}*{talk.num_added}:{talk.num_answered}"
-        self.num_blocks = talk.num_sessions * blocks_for(talk.longest, shape.block_size) + 1
-        self._pool = num_fitting * blocks_for(talk.longest, shape.block_size)
+        self._num_fitting = num_fitting
+        self.num_blocks = talk.num_sessions * shape.blocks_of(talk.longest) + 1
+        self._pool = int(num_fitting * shape.blocks_of(talk.longest))
         self.num_swap_slots = shape.num_swap_slots or self.num_blocks
         self._label = f"pool of {self._pool} blocks"
 
@@ -193,13 +201,21 @@ class Talking:
         talk = Talk(num_start=shape.tokens(3000), num_added=shape.tokens(100), num_answered=1, num_in_flight=1, mean_think_s=0.0)
         return cls(shape, talk)
 
+    @classmethod
+    def long(cls, shape: Shape) -> Talking:
+        """As `converse`, with four contexts so long that the pool holds one and a half of them."""
+        talk = Talk(4, shape.tokens(30_000), shape.tokens(100), num_answered=1, num_turns=2, num_in_flight=1, mean_think_s=0.0)
+        return cls(shape, talk, num_fitting=1.5)
+
     @property
     def talk(self) -> Talk:
         return self._talk
 
     @property
     def pool_tokens(self) -> int:
-        return self._pool * self._shape.block_size
+        """Of contexts as long as these become, in whole blocks."""
+        size = self._shape.block_size
+        return int(self._num_fitting * -(-self._talk.longest // size) * size)
 
     def cases(self, policies: Sequence[str]) -> list[Case]:
         return [self._case(policy) for policy in policies]
@@ -265,6 +281,7 @@ SCENARIOS: dict[str, Callable[[Shape], Scenario]] = {
     "bursts": Bursts,
     "conversations": Talking.conversations,
     "converse": Talking.converse,
+    "long": Talking.long,
     "no-pressure": Unpressed,
 }
 

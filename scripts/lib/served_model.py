@@ -18,6 +18,7 @@ from pagemill.arena_file import kept_arena, slot_bytes_for
 from pagemill.config import Dtype, ServeOptions, WorkerConfig
 from pagemill.machine import read_machine
 from pagemill.memory_plan import DTYPE_BYTES
+from pagemill.messages import KvGroup
 from pagemill.model_info import read_model_info
 from pagemill.model_store import resolve
 from pagemill.resolve import Model, Secrets, settle
@@ -62,6 +63,11 @@ class ServedModel:
     def engine(self) -> str:
         """The engine's name in a line: what it computes in, and whether it promises equal bits."""
         return f"pagemill {self.dtype}{' deterministic' if self.loaded.ready.deterministic else ''}"
+
+
+def model_groups(name: str) -> tuple[KvGroup, ...]:
+    """How its layers share block tables. Raises ModelError or UsageError with a sentence."""
+    return read_model_info(resolve(name, lambda phase, fraction, detail: None).path).groups
 
 
 def load_model(name: str, *, num_swap_slots: int = 0, **options: object) -> ServedModel:

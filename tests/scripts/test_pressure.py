@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.messages import SchedulerToWorker, SequenceKey, StepDone, WorkerToScheduler
+from pagemill.messages import KvGroup, SchedulerToWorker, SequenceKey, StepDone, WorkerToScheduler
 from scripts.lib.costs import LinkCost, StepCost
 from scripts.lib.pressure import SNAPSHOT_ALWAYS, Measured, PressureError, measure
 from scripts.lib.pressure_clients import BURSTS, FIRST_TURNS, FOLLOW_UPS, JOBS, AllAtOnce, Conversations, JobsAndBursts, Reserving, Talk
@@ -180,6 +180,15 @@ def test_at_full_size_the_scenarios_are_what_they_promise() -> None:
     assert talking.talk == Talk(12, 3000, 400, 32, 7, 2, 2.0)
     assert talking.pool_tokens == 4 * -(-talking.talk.longest // 16) * 16
     assert Talking.converse(Shape()).talk == Talk(12, 3000, 100, 1, 7, 1, 0.0)
+    long = Talking.long(Shape())
+    assert (long.talk.num_sessions, long.talk.num_start) == (4, 30_000)
+    assert long.pool_tokens == pytest.approx(1.5 * long.talk.longest, abs=16)
+
+
+def test_a_window_makes_the_budget_of_a_long_context_small() -> None:
+    full, hybrid = Talking.long(Shape()), Talking.long(Shape(groups=(KvGroup(), KvGroup(window=512))))
+    windowed_blocks = -(-(511 + 512 - 1) // 16) + 1
+    assert hybrid.num_blocks == full.num_blocks + 4 * windowed_blocks
 
 
 def test_steady_compares_rates_at_equal_budgets_and_each_with_its_most() -> None:
