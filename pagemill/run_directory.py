@@ -21,6 +21,8 @@ from pagemill.messages import ProcessKind
 
 _PREFIX = "pagemill-run-"
 _RENDEZVOUS = "ranks."
+#: Of processes that a scheduler meets on sockets, which are named after them.
+_SOCKET_INITIALS = "wf"
 #: sun_path holds 108 bytes including the terminating zero.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -52,7 +54,7 @@ def socket_address(directory: str, kind: ProcessKind, index: int, incarnation: i
 def remove_sockets(directory: str, scheduler_incarnation: int) -> None:
     """Removes what a scheduler that was killed could not."""
     try:
-        for path in Path(directory).glob(f"*.{scheduler_incarnation}"):
+        for path in Path(directory).glob(f"[{_SOCKET_INITIALS}]*.*.{scheduler_incarnation}"):
             path.unlink(missing_ok=True)
     except OSError:  # there may be no descriptor left to look with; they go with the directory
         pass

@@ -9,6 +9,9 @@ from __future__ import annotations
 from pagemill.errors import UsageError
 from pagemill.model_info import ModelInfo
 
+#: Shares of a vocabulary begin at multiples of this, which matrix products like.
+VOCABULARY_UNIT = 8
+
 
 def check_divides(info: ModelInfo, size: int) -> None:
     """Raises UsageError, which names sizes that work, if the model cannot be divided among `size` ranks."""
@@ -43,10 +46,11 @@ def kv_shard(rank: int, size: int, num_kv_heads: int) -> tuple[int, bool]:
 
 
 def collective_environment() -> dict[str, str]:
-    """What gloo and NCCL read when ranks connect: all of them are on this machine, and nobody else is to reach them."""
-    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    """What gloo and NCCL read when ranks connect: all of them are on this machine. For NCCL a name alone would be a prefix."""
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def _divides(info: ModelInfo, size: int) -> bool:
     heads_agree = info.num_kv_heads % size == 0 or size % info.num_kv_heads == 0
-    return info.num_heads % size == 0 and info.intermediate_size % size == 0 and heads_agree
+    has_tokens_for_all = -(-info.vocab_size // VOCABULARY_UNIT) >= size
+    return info.num_heads % size == 0 and info.intermediate_size % size == 0 and heads_agree and has_tokens_for_all

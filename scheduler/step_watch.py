@@ -82,8 +82,14 @@ class StepWatch:
         if self._plans:
             oldest, seconds = self._plans[0], now - self._since
             if seconds > self._timeout_s + self._timeout_s_per_token * oldest.num_tokens:
-                return sorted(oldest.ranks_left), f"did not complete a step in {seconds:.0f} s"
+                return _told(oldest.ranks_left, f"did not complete a step in {seconds:.0f} s")
         if self._copies and now - self._copied_at > self._timeout_s:
             ranks = {rank for ranks_left in self._copies.values() for rank in ranks_left}
-            return sorted(ranks), f"did not copy a block in {now - self._copied_at:.0f} s"
+            return _told(ranks, f"did not copy a block in {now - self._copied_at:.0f} s")
         return [], ""
+
+
+def _told(ranks: set[int], reason: str) -> tuple[list[int], str]:
+    """Of several ranks one may hang, and the others wait for it in the middle of a step: which one it is cannot be seen from here."""
+    late = sorted(ranks)
+    return late, reason if len(late) == 1 else f"{reason}, like ranks {', '.join(map(str, late))} together, of which one may keep the others waiting"

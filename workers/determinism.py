@@ -37,8 +37,10 @@ class NotDeterministic(RuntimeError):
     """The mode was asked for and cannot be had; the message names what differs."""
 
 
-def wanted(mode: Mode, dtype: torch.dtype) -> bool:
-    """Whether to pack linears for it; asked before weights are loaded. "auto" takes it where it costs nothing."""
+def wanted(mode: Mode, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether to pack linears for it; asked before weights are loaded. "auto" takes it where it costs nothing, and only CPUs promise it."""
+    if device.type != "cpu":
+        return False
     free = dtype != torch.bfloat16 or not linear.multiplies_bfloat16()
     return mode == "on" or (mode == "auto" and free)
 

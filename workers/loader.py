@@ -36,6 +36,7 @@ from workers.probe import DeviceFault
 from workers.rows import RowBounds, RowTable
 from workers.runner import Runner
 from workers.swapper import Swapper
+from workers.warm_up import compile_kernels
 from workers.weights import Checkpoint, SafetensorsCheckpoint
 
 #: (phase, fraction from 0 to 1, one line for people)
@@ -69,8 +70,11 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
     _check_divides(config)
     num_kv_heads = kv_heads_per_rank(model_config.num_key_value_heads, config.num_workers)
     spec = attention_spec(model_config.windows, num_kv_heads, model_config.head_dim, config.block_size, dtype, config.device)
-    deterministic = determinism.wanted(config.deterministic, dtype)
+    deterministic = determinism.wanted(config.deterministic, dtype, device)
     region = _map_arena(config, model_config, spec, arena_fd)
+    if device.type == "cpu":  # before the others are met: the first start on a machine takes a while
+        for fraction, name in compile_kernels(dtype):
+            on_progress("kernels", fraction, name)
     parallel = open_group(config.rank, config.num_workers, rendezvous, device, ordered=deterministic)
     with region.populating() if region is not None else nullcontext():
         with loading_allocations():

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch forgets to say that it exports it
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, Work
 
-from pagemill.tensor_parallel import first_kv_head, kv_heads_per_rank
+from pagemill.tensor_parallel import VOCABULARY_UNIT, first_kv_head, kv_heads_per_rank
 
-#: Shares of a vocabulary begin at multiples of this, which matrix products like.
-_VOCABULARY_UNIT = 8
 #: Who waits too long is found by the deadline of the step, which knows how much there is to do.
 _FOREVER = timedelta(days=365)
 
@@ -164,8 +162,8 @@ def _open_nccl(store: Store, rank: int, size: int, device: torch.device) -> torc
 
 
 def _vocabulary_share(rank: int, size: int, vocab_size: int) -> slice:
-    units = -(-vocab_size // _VOCABULARY_UNIT)
-    first, end = (min(index * units // size * _VOCABULARY_UNIT, vocab_size) for index in (rank, rank + 1))
+    units = -(-vocab_size // VOCABULARY_UNIT)
+    first, end = (min(index * units // size * VOCABULARY_UNIT, vocab_size) for index in (rank, rank + 1))
     if first == end:
         raise ValueError(f"a vocabulary of {vocab_size} tokens cannot be divided among {size} ranks")
     return slice(first, end)

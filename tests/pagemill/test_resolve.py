@@ -54,6 +54,8 @@ def test_a_gpu_is_taken_unless_the_cpu_is_asked_for() -> None:
 def test_what_this_machine_cannot_do_is_refused() -> None:
     with pytest.raises(UsageError, match="--device cuda: no GPU"):
         settled(device="cuda")
+    with pytest.raises(UsageError, match="--deterministic is promised on the CPU only"):
+        settled({"num_gpus": 1}, deterministic=True)
     with pytest.raises(UsageError, match="--dtype float16 needs --device cuda"):
         settled(dtype="float16")
 

@@ -70,10 +70,10 @@ def test_what_only_looks_like_one_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_scheduler_bound_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("w0.0.1", "f1.3.1", "w0.1.0", "f0.1.11"):
+    for name in ("w0.0.1", "f1.3.1", "w0.1.0", "f0.1.11", "ranks.1"):
         (tmp_path / name).touch()
     remove_sockets(str(tmp_path), 1)
-    assert {path.name for path in tmp_path.iterdir()} == {"w0.1.0", "f0.1.11"}
+    assert {path.name for path in tmp_path.iterdir()} == {"w0.1.0", "f0.1.11", "ranks.1"}
 
 
 def test_addresses_name_the_peer_and_both_incarnations() -> None:

@@ -38,6 +38,12 @@ def test_heads_and_the_intermediate_size_must_divide_and_kv_heads_may_be_repeate
     assert sizes(structs.replace(WIDE, num_heads=12, num_kv_heads=4, intermediate_size=1200)) == [1, 2, 4, 12], "neither 3 nor 6 goes with 4 KV heads"
 
 
+def test_every_rank_must_have_some_of_the_vocabulary() -> None:
+    check_divides(structs.replace(WIDE, vocab_size=25), 4)
+    with pytest.raises(UsageError, match=r"sizes that work: 1, 2$"):
+        check_divides(structs.replace(WIDE, vocab_size=16), 4)
+
+
 def test_a_refusal_names_the_numbers_and_the_sizes_that_work() -> None:
     with pytest.raises(UsageError) as refused:
         check_divides(SMOLLM, 2)

@@ -31,7 +31,9 @@ def test_only_ranks_that_have_not_answered_are_late() -> None:
     watch = StepWatch(10.0, 0.0, 3)
     watch.sent(plan(1, 1), 0.0)
     watch.answered(PlanId(1), 1, 1.0)
-    assert watch.late(10.5)[0] == [0, 2]
+    ranks, reason = watch.late(10.5)
+    assert ranks == [0, 2]
+    assert reason.endswith("like ranks 0, 2 together, of which one may keep the others waiting")
 
 
 def test_an_idle_server_is_never_late() -> None:

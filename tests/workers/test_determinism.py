@@ -22,6 +22,8 @@ from workers.kv_cache import KvCache, attention_spec, full_attention_spec
 from workers.linear import PackedLinear
 from workers.parallel import TensorParallel
 
+CPU = torch.device("cpu")
+
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, BLOCK_SIZE, LAYERS = 96, 3, 1, 32, 160, 16, 2
 
 
@@ -176,11 +178,15 @@ def test_what_another_rank_cannot_promise_nobody_promises(make_linear: Callable[
 
 def test_mode_off_promises_nothing_and_tries_nothing(make_linear: Callable[[type[PackedLinear]], tuple[str, PackedLinear]]) -> None:
     assert not determinism.settle("off", [make_linear(Drifting)])
-    assert not determinism.wanted("off", torch.float32)
+    assert not determinism.wanted("off", torch.float32, CPU)
+
+
+def test_only_the_cpu_promises_it() -> None:
+    assert not any(determinism.wanted(mode, torch.float32, torch.device("cuda")) for mode in ("auto", "on"))
 
 
 def test_auto_wants_it_where_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.linear.multiplies_bfloat16", lambda: True)
-    assert determinism.wanted("auto", torch.float32)
-    assert not determinism.wanted("auto", torch.bfloat16)
-    assert determinism.wanted("on", torch.bfloat16)
+    assert determinism.wanted("auto", torch.float32, CPU)
+    assert not determinism.wanted("auto", torch.bfloat16, CPU)
+    assert determinism.wanted("on", torch.bfloat16, CPU)

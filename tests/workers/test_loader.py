@@ -190,7 +190,7 @@ def test_an_arena_is_mapped_in_slots_and_resident_before_the_worker_is_ready(are
     assert ready.block_bytes == 6144
     assert ready.num_swap_slots == SWAP_BYTES // 8192 == 10, "a slot is whole pages"
     assert os.fstat(arena_fd).st_blocks * 512 == ready.num_swap_slots * 8192, "of its own region alone"
-    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["weights", "prepare", "swap", "warmup"]
+    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["kernels", "weights", "prepare", "swap", "warmup"]
     fractions = [fraction for phase, fraction in seen if phase == "swap"]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
@@ -239,8 +239,8 @@ def test_a_model_that_fails_leaves_nobody_populating(tmp_path: Path, arena_fd: i
 def test_progress_names_its_phases_and_only_grows(kind: str) -> None:
     seen: list[tuple[str, float]] = []
     load(offline_config(str(tiny_checkpoint(kind))), lambda phase, fraction, detail: seen.append((phase, fraction)))
-    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["weights", "prepare", "warmup"]
-    for phase in ("weights", "prepare", "warmup"):
+    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["kernels", "weights", "prepare", "warmup"]
+    for phase in ("kernels", "weights", "prepare", "warmup"):
         fractions = [fraction for name, fraction in seen if name == phase]
         assert fractions == sorted(fractions)
         assert 0.0 <= fractions[0] <= fractions[-1] <= 1.0

@@ -21,6 +21,6 @@ def test_warm_up_names_every_kernel_and_leaves_none_to_compile(monkeypatch: pyte
     monkeypatch.setattr(NativeKernel, "compile", compiled_late)
     for kernel in kernels.discover().values():
         for case in kernel.CASES:
-            if "float32" in case.name:
+            if "float32" in case.name and "float16" not in case.name:
                 getattr(kernel, kernel.NAME)(*case.arguments())
     assert gumbel.noise_key(1, 2) != gumbel.noise_key(2, 1)
