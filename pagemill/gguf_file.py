@@ -111,7 +111,7 @@ class GgufFile:
         local = {"rope_type": "default", "rope_theta": float(self._setting("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))}
         pattern, num_layers = self._setting("attention.sliding_window_pattern", _GEMMA3_PATTERN), config["num_hidden_layers"]
         if isinstance(pattern, list):
-            raise GgufError(f"a pattern of windows is understood as a number of layers, not as a list")
+            raise GgufError("a pattern of windows is understood as a number of layers, not as a list")
         scaled_by_width = num_layers == _GEMMA3_27B_BLOCKS
         return {
             "rope_parameters": {FULL: config["rope_parameters"], SLIDING: local},
