@@ -88,7 +88,7 @@ def test_each_rank_is_a_process_of_its_own_whose_sockets_stay_on_this_machine(mo
         (rank, 6, worker) for rank, worker in enumerate(settled(tensor_parallel_size=2).workers)
     ]
     for spec in ranks:
-        assert [spec.environment[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == ["1", "lo", "lo"]
+        assert [spec.environment[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == ["1", "lo", "=lo"]
 
 
 def test_the_arena_is_for_workers_and_the_directory_for_schedulers() -> None:
