@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.fake_openai import FakeOpenAI, fake_openai
 from tests.helpers.server import ROOT, running_server, wait_for
+
+AT_A_PROMPT = re.compile(r"> (\x1b\[[0-9;?]*[A-Za-z])*$")
 
 
 @pytest.fixture
@@ -45,14 +48,17 @@ class Terminal:
         self.shown = ""
 
     def see(self, text: str, times: int = 1) -> None:
+        self.look_until(lambda: self.shown.count(text) >= times, repr(text))
+
+    def look_until(self, seen: Callable[[], bool], what: str) -> None:
         def look() -> bool:
             try:
                 self.shown += os.read(self._fd, 65536).decode(errors="replace")
             except (BlockingIOError, OSError):
                 pass
-            return self.shown.count(text) >= times
+            return seen()
 
-        wait_for(look, 30.0, lambda: f"{text!r} is not shown:\n{self.shown}")
+        wait_for(look, 30.0, lambda: f"{what} is not shown:\n{self.shown}")
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -61,6 +67,8 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def leave(self) -> int:
+        """Types Ctrl-D at a prompt: before readline reads it, the terminal would take the character and lose it."""
+        self.look_until(lambda: AT_A_PROMPT.search(self.shown) is not None, "a prompt")
         self.type("\x04")
         return self.process.wait(20)
 
