@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -83,7 +87,10 @@ class Conversation:
 
 
 class Terminal:
-    """The conversation with a person: reads lines, carries out commands, shows replies."""
+    """The conversation with a person: reads lines, carries out commands, shows replies.
+
+    Ctrl-C ends a prompt or a reply once. Whoever presses it again before that is done loses no conversation.
+    """
 
     def __init__(self, conversation: Conversation, console: Console, show_stats: bool) -> None:
         self._conversation = conversation
@@ -92,10 +99,12 @@ class Terminal:
         self._last: ReplyStats | None = None
 
     def run(self) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._say(f"{self._conversation.model}. /help lists commands; Ctrl-D leaves.")
         while True:
             try:
-                line = _read_prompt(self._console).strip()
+                with _interruptible(signal.default_int_handler):
+                    line = _read_prompt(self._console).strip()
             except EOFError:
                 self._console.print()
                 return 0
@@ -110,7 +119,8 @@ class Terminal:
 
     def _exchange(self, prompt: str) -> None:
         try:
-            self._last = self._conversation.reply(prompt, self._console)
+            with _interruptible(_interrupt_once):
+                self._last = self._conversation.reply(prompt, self._console)
         except KeyboardInterrupt:
             self._say("stopped")
         except ChatError as error:
@@ -160,6 +170,22 @@ class Terminal:
 
     def _complain(self, text: str) -> None:
         self._console.print(text, style="red", markup=False, highlight=False)
+
+
+@contextmanager
+def _interruptible(on_interrupt: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Ctrl-C does this inside, and nothing outside."""
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """What follows from it is not interrupted again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.default_int_handler(number, frame)
 
 
 def _read_prompt(console: Console) -> str:

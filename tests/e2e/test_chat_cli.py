@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 from tests.helpers.fake_openai import FakeOpenAI, fake_openai
 from tests.helpers.server import ROOT, running_server, wait_for
 
+#: Before a key is pressed again.
+PATIENCE_S = 5.0
 AT_A_PROMPT = re.compile(r"> (\x1b\[[0-9;?]*[A-Za-z])*$")
 
 
@@ -52,13 +55,17 @@ class Terminal:
 
     def look_until(self, seen: Callable[[], bool], what: str) -> None:
         def look() -> bool:
-            try:
-                self.shown += os.read(self._fd, 65536).decode(errors="replace")
-            except (BlockingIOError, OSError):
-                pass
+            self.read()
             return seen()
 
-        wait_for(look, 30.0, lambda: f"{what} is not shown:\n{self.shown}")
+        wait_for(look, 60.0, lambda: f"{what} is not shown:\n{self.shown}")
+
+    def read(self) -> None:
+        """Adds what has been shown meanwhile."""
+        try:
+            self.shown += os.read(self._fd, 65536).decode(errors="replace")
+        except (BlockingIOError, OSError):
+            pass
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -66,11 +73,36 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C at a prompt, which answers with another. One that comes just before readline waits for keys is heard with the next only."""
+        prompts, again_at = self.shown.count("> "), 0.0
+
+        def look() -> bool:
+            nonlocal again_at
+            self.read()
+            if self.shown.count("> ") > prompts:
+                return True
+            if time.monotonic() >= again_at:
+                self.interrupt()
+                again_at = time.monotonic() + PATIENCE_S
+            return False
+
+        wait_for(look, 60.0, lambda: f"the prompt does not answer:\n{self.shown}")
+
     def leave(self) -> int:
-        """Types Ctrl-D at a prompt: before readline reads it, the terminal would take the character and lose it."""
-        self.look_until(lambda: AT_A_PROMPT.search(self.shown) is not None, "a prompt")
-        self.type("\x04")
-        return self.process.wait(20)
+        """Types Ctrl-D at a prompt, again if it is not heard: before readline reads it, the terminal would take the character and lose it."""
+        again_at = 0.0
+
+        def look() -> bool:
+            nonlocal again_at
+            self.read()
+            if AT_A_PROMPT.search(self.shown) and time.monotonic() >= again_at:
+                self.type("\x04")
+                again_at = time.monotonic() + PATIENCE_S
+            return self.process.poll() is not None
+
+        wait_for(look, 60.0, lambda: f"it does not end:\n{self.shown}")
+        return self.process.wait()
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -165,15 +197,27 @@ def test_interrupting_stops_the_reply_and_not_the_program(fake: FakeOpenAI, term
     terminal.see("there.Hello")
     terminal.interrupt()
     terminal.see("stopped")
-    wait_for(lambda: fake.num_disconnects, 20.0, lambda: "the connection is still open")
+    wait_for(lambda: fake.num_disconnects, 60.0, lambda: "the connection is still open")
     fake.endless = False
     terminal.type("And now?\n")
     terminal.see("> ", times=3)
     roles = [message["role"] for message in fake.requests[1]["messages"]]
     assert roles == ["user", "assistant", "user"]
     assert fake.requests[1]["messages"][1]["content"].startswith("Hello there.Hello")
-    terminal.interrupt()  # at the prompt: says how to leave
+    terminal.interrupt_prompt()
     terminal.see("Ctrl-D leaves.", times=2)
+    assert terminal.leave() == 0
+
+
+def test_interrupting_over_and_over_ends_the_reply_and_not_the_program(fake: FakeOpenAI, terminal: Terminal) -> None:
+    fake.endless, fake.pace_s = True, 0.01
+    terminal.see("> ")
+    terminal.type("Go on\n")
+    terminal.see("there.Hello")
+    for _ in range(100):
+        terminal.interrupt()
+        terminal.read()
+    terminal.see("stopped")
     assert terminal.leave() == 0
 
 
