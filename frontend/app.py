@@ -2,7 +2,8 @@
 
 Every request gets an id, a record and a load, is matched to an endpoint, must be allowed to call it, and is answered by it;
 what is refused or fails on the way becomes an error in OpenAI's shape. The order is fixed: who may not call learns nothing,
-not even which routes exist. Requests that come at once begin a few at a time; probes and scrapes go before them.
+not even which routes exist. What the head of a request is refused for is said before anything is begun for it, for that must
+cost next to nothing (`refusal`). Requests with bodies that come at once begin a few at a time; all others go before them.
 This module must not know what endpoints do.
 """
 
@@ -20,11 +21,11 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
-from frontend import request_context
+from frontend import body, request_context
 from frontend.endpoints import Endpoint
 from frontend.errors import ApiError, internal_error, method_not_allowed, route_not_found, too_many_connections
 from frontend.generation import ClientGoneError
-from frontend.overload import Load, Pacer
+from frontend.overload import Load
 from frontend.request_context import RequestContext
 from frontend.request_metrics import CLIENT_CLOSED, QUIET_ENDPOINTS, RequestRecord
 from frontend.services import Services
@@ -50,26 +51,52 @@ class Route:
     methods: frozenset[str]
     endpoint: Endpoint
 
+    @property
+    def takes_body(self) -> bool:
+        """Whoever can only post has something to say, for which there must be room."""
+        return "GET" not in self.methods
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The whole answer to a request of which only the head has been looked at."""
+
+    error: ApiError
+    request_id: str
+
 
 class Application:
     """One per frontend process."""
 
     def __init__(self, services: Services, endpoints: Mapping[str, Endpoint]) -> None:
         self._services = services
-        self._pacer = Pacer()
         self.routes = [_route(path, endpoint) for endpoint in endpoints.values() for path in endpoint.PATHS]
+        self._literal_routes = {route.pattern: route for route in self.routes if "{" not in route.pattern}
+
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """What a request hears that is refused for its head; it is on record then, and goes no further. None if it must be heard."""
+        route, _ = self._match(scope["path"])
+        if scope["method"] == "HEAD":
+            return None  # its answer has no body
+        try:
+            self._examine(scope, route)
+        except ApiError as error:
+            record = self._open(scope, route)
+            record.refuse(error.code)
+            self._services.ledger.close(record, error.status)
+            return Refusal(error, _client_id(scope) or record.request_id)
+        return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served here, not {scope['type']}")
         route, params = self._match(scope["path"])
-        pattern = UNMATCHED if route is None else route.pattern
-        record = self._services.ledger.open(method=scope["method"], endpoint=pattern, request_id=secrets.token_hex(16))
+        record = self._open(scope, route)
         load = self._services.overload.open()
         out = _Out(send, _client_id(scope) or record.request_id)
         try:
-            if pattern not in QUIET_ENDPOINTS and not self._services.overload.is_full:
-                await self._pacer.turn()  # a refusal is no work, and the sooner it is given the fewer connections pile up
+            if route is not None and route.takes_body and not self._services.overload.is_full:
+                await self._services.overload.pacer.turn()  # a refusal is no work, and the sooner it is given the fewer connections pile up
             response = await self._respond({**scope, "path_params": params}, receive, record, load, route)
             await response(scope, receive, out)
         except ClientGoneError:
@@ -84,7 +111,13 @@ class Application:
             load.close()
             self._services.ledger.close(record, out.status or CLIENT_CLOSED)
 
+    def _open(self, scope: Scope, route: Route | None) -> RequestRecord:
+        return self._services.ledger.open(method=scope["method"], endpoint=_pattern(route), request_id=secrets.token_hex(16))
+
     def _match(self, path: str) -> tuple[Route | None, dict[str, Any]]:
+        literal = self._literal_routes.get(path)
+        if literal is not None:
+            return literal, {}
         for route in self.routes:
             match = route.regex.fullmatch(path)
             if match is not None:
@@ -94,15 +127,9 @@ class Application:
     async def _respond(self, scope: Scope, receive: Receive, record: RequestRecord, load: Load, route: Route | None) -> Response:
         """The endpoint's response, or the one that says why there is none. Raises ClientGoneError."""
         try:
-            if record.endpoint not in QUIET_ENDPOINTS and _extensions(scope).get(SURPLUS_EXTENSION, False):
-                raise too_many_connections()
-            key_id = self._services.authenticator.identify(scope)
-            if route is None:
-                raise route_not_found()
+            route, key_id = self._examine(scope, route)
             if scope["method"] == "OPTIONS":
                 return Response(status_code=204, headers={"Allow": _allowed(route)})
-            if scope["method"] not in route.methods:
-                raise method_not_allowed(_allowed(route))
             request_context.attach(scope, RequestContext(record, load, key_id, _connection_cutter(scope)))
             return await route.endpoint.handle(Request(scope, receive), self._services)
         except ApiError as error:
@@ -113,6 +140,23 @@ class Application:
         except Exception:
             log.exception("request_failed", request_id=record.request_id)
             return _error_response(internal_error())
+
+    def _examine(self, scope: Scope, route: Route | None) -> tuple[Route, str]:
+        """Everything that a head can be refused for, in order. The route and the id of the caller's key; raises ApiError."""
+        if _pattern(route) not in QUIET_ENDPOINTS and _extensions(scope).get(SURPLUS_EXTENSION, False):
+            raise too_many_connections()
+        key_id = self._services.authenticator.identify(scope)
+        if route is None:
+            raise route_not_found()
+        if scope["method"] == "OPTIONS":
+            return route, key_id
+        if scope["method"] not in route.methods:
+            raise method_not_allowed(_allowed(route))
+        if route.takes_body:
+            self._services.require_text()
+            body.check_head(Headers(scope=scope))
+            self._services.overload.require_room()
+        return route, key_id
 
 
 class _Out:
@@ -134,6 +178,10 @@ def _route(path: str, endpoint: Endpoint) -> Route:
     regex, _, _ = compile_path(path)
     methods = frozenset(endpoint.METHODS)
     return Route(path, regex, methods | {"HEAD"} if "GET" in methods else methods, endpoint)
+
+
+def _pattern(route: Route | None) -> str:
+    return UNMATCHED if route is None else route.pattern
 
 
 def _allowed(route: Route) -> str:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from frontend import request_fields
@@ -51,12 +52,7 @@ Result = TypeVar("Result")
 
 async def read_json(request: Request) -> bytes:
     """The body of a request that claims to be JSON, if there is room for it. Raises ApiError (408, 413, 415, 429) or ClientGoneError."""
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise unsupported_media_type()
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise body_too_large(MAX_BODY_BYTES)
+    check_head(request.headers)
     load = context_of(request).load
     load.admit()
     body = bytearray()
@@ -73,6 +69,16 @@ async def read_json(request: Request) -> bytes:
         raise ClientGoneError from None
     load.prepare()
     return bytes(body)
+
+
+def check_head(headers: Headers) -> None:
+    """What is said of a body ahead of it. Raises ApiError (413, 415)."""
+    media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise unsupported_media_type()
+    declared = headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise body_too_large(MAX_BODY_BYTES)
 
 
 async def decode(data: bytes, decoder: msgspec.json.Decoder[Body], endpoint: EndpointName | None = None) -> tuple[Body, Fields]:

@@ -76,6 +76,8 @@ class Engine:
         self._num_dropped = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel: Channel[FrontendToScheduler, SchedulerToFrontend] | None = None
+        self._num_sent = 0  #: `AddRequest`s, on this channel
+        self._num_heard = 0  #: of them, at the last snapshot
         self._met = False  #: the scheduler at the channel's other end has said that it is ready, and has been sent what is live
         self._live: dict[SequenceKey, LiveSequence] = {}  #: in order of arrival
         self._requests = itertools.count(1)
@@ -95,6 +97,7 @@ class Engine:
         )
         channel.attach(asyncio.get_running_loop(), self._receive, self._give_up)
         self._channel = channel
+        self._num_sent = self._num_heard = 0
 
     def _give_up(self, error: ChannelError) -> None:
         """What is at the other end is not the scheduler of this run."""
@@ -203,6 +206,11 @@ class Engine:
         return len(self._live)
 
     @property
+    def num_unheard(self) -> int:
+        """Sequences that were on their way to the scheduler when it took its last snapshot."""
+        return self._num_sent - self._num_heard
+
+    @property
     def num_dropped(self) -> int:
         """Messages of an older epoch, of no sequence known here, or that do not decode."""
         return self._num_dropped + (self._channel.num_dropped if self._channel is not None else 0)
@@ -258,6 +266,7 @@ class Engine:
         """Where that fails, the next scheduler is given it."""
         now = asyncio.get_running_loop().time()
         if self._send(self.room.shortened(request, now)):
+            self._num_sent += 1
             sequence.sent = True
             self.room.leave(sequence.key)
         elif not sequence.sent:
@@ -291,6 +300,7 @@ class Engine:
             case SchedulerReady():
                 self._scheduler_ready(message)
             case StatsSnapshot():
+                self._num_heard = message.requests_heard
                 self._readiness.note_snapshot(message)
                 for observer in self._observers:
                     observer.snapshot(message)

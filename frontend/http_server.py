@@ -3,8 +3,9 @@
 Guards: connections are bounded in number; header lines, their size and the time they take are bounded, and so is the time
 in which a client takes or sends nothing at all; a malformed request is answered in the API's error shape; a client that
 leaves is noticed whatever it sent ahead; an offer to upgrade is passed over; the application can drop a connection whose
-client does not read (`ABORT_EXTENSION`), and knows which is one too many (`SURPLUS_EXTENSION`). Signals are left to the
-launcher, proxies' headers are not believed.
+client does not read (`ABORT_EXTENSION`), and knows which is one too many (`SURPLUS_EXTENSION`). What it refuses for the
+head of a request is answered while that is parsed, without a task. Signals are left to the launcher, proxies' headers are
+not believed.
 This module must not know what is served.
 """
 
@@ -14,18 +15,20 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from frontend.app import ABORT_EXTENSION, SURPLUS_EXTENSION
+from frontend.acceptor import Acceptor
+from frontend.app import ABORT_EXTENSION, SURPLUS_EXTENSION, Refusal
 from frontend.connection_limit import ConnectionLimit
 from frontend.errors import ApiError, too_many_connections
+from frontend.watchdog import Watchdog
 
 MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADER_LINES = 100
@@ -38,24 +41,25 @@ WRITE_TIMEOUT_S = 60.0
 #: Requests sent ahead of their turn on one connection, and bytes of them that are kept unparsed.
 MAX_PIPELINED = 16
 MAX_BACKLOG_BYTES = 1024 * 1024
-#: The event loop accepts one connection of each listener in one turn, however many wait, and when it is busy turns are few.
-NUM_LISTENERS = 32
 #: After everything has been ended, connections get this long to take their last bytes.
 SHUTDOWN_TIMEOUT_S = 3
 
 _MALFORMED = ApiError(400, "malformed_request", "This is not a valid HTTP request.")
 _TOO_LARGE = ApiError(431, "headers_too_large", f"The request has more than {MAX_HEADER_LINES} header lines or {MAX_HEADER_BYTES} bytes of them.")
 
+#: Judges a request by its head: what it is refused with, or None.
+Judge = Callable[[Scope], Refusal | None]
+
 
 class HttpServer(uvicorn.Server):
-    """Serves until `should_exit` is set."""
+    """Serves until `should_exit` is set. What `judge` refuses never comes before the application."""
 
-    def __init__(self, application: ASGIApp, max_connections: int) -> None:
+    def __init__(self, application: ASGIApp, max_connections: int, judge: Judge = lambda scope: None) -> None:
         self.limit = ConnectionLimit(max_connections)
         super().__init__(
             uvicorn.Config(
                 application,
-                http=functools.partial(GuardedProtocol, self.limit),  # type: ignore[arg-type]  # it is only called
+                http=functools.partial(GuardedProtocol, self.limit, judge),  # type: ignore[arg-type]  # it is only called
                 loop="none",
                 ws="none",
                 lifespan="off",
@@ -68,10 +72,12 @@ class HttpServer(uvicorn.Server):
             )
         )
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on the same sockets several times, so that a crowd of new connections is not accepted one by one."""
-        listeners = sockets or []
-        await super().serve([*listeners, *(listener.dup() for listener in listeners for _ in range(1, NUM_LISTENERS))])
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In place of the event loop's servers, which take one connection in a turn."""
+        protocol_class: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        make_protocol = functools.partial(protocol_class, config=self.config, server_state=self.server_state, app_state={})
+        self.servers = [Acceptor(listener, make_protocol) for listener in sockets or ()]  # type: ignore[misc]  # they are only closed
+        self.started = True
 
     @property
     def num_open_connections(self) -> int:
@@ -103,18 +109,20 @@ class GuardedProtocol(HttpToolsProtocol):
     _reading_headers = True
     _headers_too_large = False
     _replaying = False  #: a head that has been handled is parsed once more
+    _has_refused = False  #: since something was last received
     _running: RequestResponseCycle | None = None
     _backlog = b""
-    _idle: _Watchdog  #: of the time without a request
-    _unread: _Watchdog  #: of the time in which the client takes nothing
+    _idle: Watchdog  #: of the time without a request
+    _unread: Watchdog  #: of the time in which the client takes nothing
 
-    def __init__(self, limit: ConnectionLimit, **of_the_server: Any) -> None:
+    def __init__(self, limit: ConnectionLimit, judge: Judge, **of_the_server: Any) -> None:
         super().__init__(**of_the_server)
         self._limit = limit
+        self._judge = judge
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle, self._unread = _Watchdog(transport), _Watchdog(transport)
+        self._idle, self._unread = Watchdog(transport), Watchdog(transport)
         place = self._limit.place(len(self.connections))
         self._is_surplus = place == "surplus"
         if place == "beyond":
@@ -124,8 +132,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._idle.arm(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._idle.disarm()
-        self._unread.disarm()
+        self._idle.end()
+        self._unread.end()
         # Of pipelined requests the base class would tell the last only.
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
@@ -144,6 +152,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._unset_keepalive_if_required()
+        self._has_refused = False
         unfinished_bytes = len(data) if self._reading_headers else 0
         self._parse(data)
         self._num_header_bytes += unfinished_bytes if self._reading_headers else 0
@@ -226,9 +235,27 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- writing ------------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if self.transport.is_closing():
+            return  # the answer to a request before it was the last
         cycle.keep_alive = cycle.keep_alive and not self._is_surplus
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        refusal = self._refusal(cycle)
+        if refusal is None:
+            super()._start_asgi_task(cycle, app)
+            return
+        cycle.response_started = cycle.response_complete = True
+        self._write_error(refusal.error, keep_alive=cycle.keep_alive, request_id=refusal.request_id)
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def _refusal(self, cycle: RequestResponseCycle) -> Refusal | None:
+        """One at a time, and to who takes the answers: others wait for a task's turn, so that they hold up nobody and pile up nothing."""
+        if self._has_refused or self.flow.write_paused:
+            return None
+        refusal = self._judge(cycle.scope)  # type: ignore[arg-type]  # two names for one type
+        self._has_refused = refusal is not None
+        return refusal
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -252,37 +279,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._write_error(_TOO_LARGE if self._headers_too_large else _MALFORMED)
         self.transport.close()
 
-    def _write_error(self, error: ApiError) -> None:
-        """An answer to what never became a request."""
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(error.body)), **error.headers, "Connection": "close"}
+    def _write_error(self, error: ApiError, *, keep_alive: bool = False, request_id: str = "") -> None:
+        """An answer to what has not become a request of the application's."""
+        body = error.body
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
+        headers |= {} if keep_alive else {"Connection": "close"}
+        headers |= {"X-Request-Id": request_id} if request_id else {}
         head = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
-        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + error.body)
+        date = b"".join(b"%s: %s\r\n" % header for header in self.server_state.default_headers)
+        self.transport.write(STATUS_LINE[error.status] + date + head.encode() + b"\r\n" + body)
 
     @property
     def _header_timeout_s(self) -> float:
         return SURPLUS_TIMEOUT_S if self._is_surplus else HEADER_TIMEOUT_S
-
-
-class _Watchdog:
-    """Drops a connection in time, unless its client is still taking what was written to it."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._timer: asyncio.TimerHandle | None = None
-        self._num_unsent = 0
-
-    def arm(self, timeout_s: float) -> None:
-        self.disarm()
-        self._num_unsent = self._transport.get_write_buffer_size()
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
-
-    def disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _expire(self, timeout_s: float) -> None:
-        if 0 < self._transport.get_write_buffer_size() < self._num_unsent:
-            self.arm(timeout_s)
-        else:
-            self._transport.abort()

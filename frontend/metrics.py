@@ -4,19 +4,21 @@ It observes finished request records (`request_metrics`), passes snapshots on to
 adds aliases (`vllm_metrics`) if asked to. Labels are bounded: routes, status codes, fixed catalogues. Where there are
 several frontends, what each counts by itself carries the label `frontend`, and all of them are shown (`metrics_exchange`).
 Conservation holds at every scrape: received = finished + refused + in flight, by endpoint and frontend.
-It must not know HTTP beyond the two strings of content negotiation, and no clock.
+It must not know HTTP, and no clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import Protocol, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import Counter, Gauge, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.openmetrics import exposition as openmetrics
 
+from frontend import exposition
+from frontend.exposition import Format
 from frontend.histogram import Histogram
 from frontend.metrics_exchange import labelled, merged
 from frontend.request_metrics import RequestRecord
@@ -62,7 +64,6 @@ class FrontendMetrics:
         self._model_name = model_name
         self._compat = compat
         self._frontend = frontend
-        self._others: Sequence[Iterable[Metric]] = ()  #: families of the other frontends, during a scrape
         self._process = ProcessCollector(registry=None)
         self._requests = _RequestMetrics()
         self._scheduler = SchedulerMetrics()
@@ -71,8 +72,6 @@ class FrontendMetrics:
             self._restarts.labels(kind)
         self._engine: EngineNumbers | None = None
         self._server: ServerNumbers | None = None
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def watch(self, engine: EngineNumbers, server: ServerNumbers) -> None:
         self._engine, self._server = engine, server
@@ -81,12 +80,12 @@ class FrontendMetrics:
         self._restarts.labels(kind).inc()
 
     def request_received(self, record: RequestRecord) -> None:
-        self._requests.received.labels(record.endpoint).inc()
-        self._requests.in_flight.labels(record.endpoint).inc()
+        self._requests.received_at(record.endpoint).inc()
+        self._requests.in_flight_at(record.endpoint).inc()
 
     def request_finished(self, record: RequestRecord) -> None:
         self._requests.finished_or_refused(record)
-        self._requests.in_flight.labels(record.endpoint).dec()
+        self._requests.in_flight_at(record.endpoint).dec()
 
     def scheduler_ready(self, message: SchedulerReady) -> None:
         self._scheduler.ready(message)
@@ -102,12 +101,11 @@ class FrontendMetrics:
         """The scheduler's numbers as last heard of; None before the first."""
         return self._scheduler.last
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape."""
-        native = [self._build_info(), *merged(self.own(), self._others), *self._scheduler.collect()]
-        yield from native
-        if self._compat == "vllm":
-            yield from aliases(native, self._model_name)
+    def scrape(self, form: Format = "text", others: Sequence[Iterable[Metric]] = ()) -> Iterator[bytes]:
+        """The text of a scrape, in pieces, with the families of `others`, who are frontends. All numbers are of the moment of this call."""
+        native = [self._build_info(), *merged(self.own(), others), *self._scheduler.collect()]
+        also = aliases(native, self._model_name) if self._compat == "vllm" else ()
+        return exposition.pieces(chain(native, also), form)
 
     def own(self) -> list[Metric]:
         """What this process counts by itself, and what it has seen of others that any frontend sees."""
@@ -115,21 +113,6 @@ class FrontendMetrics:
         if self._frontend is not None:
             families = [labelled(family, self._frontend) for family in families]
         return [*families, *map(_without_created, self._restarts.collect())]
-
-    def render(self, accept: str = "", others: Sequence[Iterable[Metric]] = ()) -> tuple[bytes, str]:
-        """Body and content type: the Prometheus text format, or OpenMetrics if the scraper accepts that."""
-        self._others = others
-        try:
-            return self._render(accept)
-        finally:
-            self._others = ()
-
-    def _render(self, accept: str) -> tuple[bytes, str]:
-        if "application/openmetrics-text" not in accept:
-            return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-        # The library's default escaping turns the colon of `vllm:` in samples (not in headers) into an underscore.
-        body: bytes = openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
-        return body, openmetrics.CONTENT_TYPE_LATEST
 
     def _engine_families(self) -> Iterator[Metric]:
         if self._engine is not None:
@@ -163,6 +146,9 @@ class _RequestMetrics:
         self.prompt_tokens = Counter("pagemill_prompt_tokens", "Prompt tokens of ended requests, by where their KV came from.", ("source",), registry=None)
         self.generation_tokens = Counter("pagemill_generation_tokens", "Output tokens of ended requests.", registry=None)
         self.unknown_fields = Counter("pagemill_unknown_request_fields", "Fields in requests that nobody knows; their names are in the log.", registry=None)
+        # To look up a child costs the library more than to count: labels are bounded, so what was looked up once is remembered.
+        self.received_at, self.in_flight_at = cache(self.received.labels), cache(self.in_flight.labels)
+        self._finished_as, self._refused_as = cache(self.finished.labels), cache(self.refused.labels)
         for reason in get_args(FinishReason):
             self.choices.labels(reason)  # counters exist from the start, so that a first increase is seen
         for source in ("computed", "cached"):
@@ -186,10 +172,12 @@ class _RequestMetrics:
 
     def finished_or_refused(self, record: RequestRecord) -> None:
         """The one place where a record becomes observations."""
-        self.unknown_fields.inc(record.num_unknown_fields)
-        family = self.refused if record.outcome == "refused" else self.finished
-        family.labels(record.endpoint, str(record.status), record.reason).inc()
-        if not record.generates or record.outcome == "refused":
+        if record.num_unknown_fields:
+            self.unknown_fields.inc(record.num_unknown_fields)
+        is_refused = record.outcome == "refused"
+        child = self._refused_as if is_refused else self._finished_as
+        child(record.endpoint, str(record.status), record.reason).inc()
+        if not record.generates or is_refused:
             return
         computed = max(0, record.num_prompt_tokens - record.num_cached_tokens)
         self.prompt_tokens.labels("computed").inc(computed)
@@ -223,7 +211,7 @@ class _RequestMetrics:
         for instrument in vars(self).values():
             if isinstance(instrument, Histogram):
                 yield instrument.collect()
-            else:
+            elif isinstance(instrument, Counter | Gauge):
                 yield from map(_without_created, instrument.collect())
 
 

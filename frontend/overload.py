@@ -2,9 +2,10 @@
 
 A request is judged when its head is there, before its body is read, parsed or tokenized: at ten times the load, nine
 requests of ten must cost next to nothing. The scheduler's queue is the truth that all frontends share. Its last snapshot,
-and what this process has handed over and seen started since, say how full it is; how fast it empties says when to come
-again. Large bodies are bounded together, in bytes, and work is spread over turns of the event loop, so that a burst of
-requests delays neither probes nor streams. Must not know HTTP, nor what a request asks for.
+what this process had sent that was not in there yet, and what it has handed over and seen started since, say how full it
+is; how fast it empties says when to come again. Large bodies are bounded together, in bytes, and work is spread over turns
+of the event loop, so that a burst of requests delays neither probes nor streams. Must not know HTTP, nor what a request
+asks for.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Overload:
 
     def __init__(self, max_num_queued: int, clock: Clock = time.monotonic) -> None:
         self.max_num_queued = max_num_queued  #: sequences that may wait for the scheduler; may change at run time
+        self.num_unheard: Callable[[], int] = lambda: 0  #: sequences that were on their way to the scheduler when it took its last snapshot
         self.body_bytes = 0  #: of bodies that are being read or tokenized
+        self.pacer = Pacer()  #: of requests that are about to send a body, which wait for their turn to be begun
         self._num_preparing = 0  #: requests between their last byte and the scheduler
         self._num_seats = 0  #: sequences that can run at once
         self._num_free_seats = 0
-        self._num_waiting = 0  #: at the last snapshot
+        self._num_waiting = 0  #: at the last snapshot, or on their way then
         self._num_moved = 0  #: sequences of this process that came to wait since, less those that wait no longer
         self._throughput = Throughput()
         self._num_refused = 0  #: that the log does not know of yet
@@ -72,10 +75,11 @@ class Overload:
 
     @property
     def is_full(self) -> bool:
-        """Whoever wants to generate something now is refused."""
-        return self.num_waiting + self._num_preparing >= self.max_num_queued + self._num_free_seats
+        """Whoever wants to generate something now is refused. Those who wait for their turn will take the room that is left."""
+        return self.num_waiting + self._num_preparing + self.pacer.num_waiting >= self.max_num_queued + self._num_free_seats
 
-    def _require_room(self) -> None:
+    def require_room(self) -> None:
+        """For whoever is about to send a body. Raises ApiError (429) if there is no room for what would become of it."""
         if self.is_full:
             self._num_refused += 1
             raise queue_full(self.retry_after_s())
@@ -92,7 +96,7 @@ class Overload:
 
     def snapshot(self, message: StatsSnapshot) -> None:
         """Where nobody waits, seats are free for the next that come."""
-        self._num_waiting, self._num_moved = message.num_waiting, 0
+        self._num_waiting, self._num_moved = message.num_waiting + self.num_unheard(), 0
         num_held = message.num_waiting + message.num_running + message.num_preempted
         self._num_free_seats = max(0, self._num_seats - num_held) if message.num_waiting == 0 else 0
         finished = sum(count for reason, count in message.sequences_finished.items() if reason not in ("rejected", "handed_on"))
@@ -115,8 +119,8 @@ class Load:
         self._is_preparing = False
 
     def admit(self) -> None:
-        """It is about to send a body. Raises ApiError (429) if there is no room for what would become of it."""
-        self._overload._require_room()
+        """As `Overload.require_room` says."""
+        self._overload.require_room()
 
     def hold(self, num_bytes: int) -> None:
         """So many bytes of its body are here. Raises ApiError (429) if that is too much together with others."""
@@ -129,7 +133,7 @@ class Load:
     def prepare(self) -> None:
         """Its body is complete and about to be parsed. Raises ApiError (429) if the queue is full by now."""
         if not self._is_preparing:
-            self._overload._require_room()
+            self._overload.require_room()
             self._is_preparing = True
             self._overload._num_preparing += 1
 
@@ -193,6 +197,7 @@ class Pacer:
     """Lets only some requests begin in each turn of the event loop, in order of arrival; what else is due goes between."""
 
     def __init__(self, width: int = _REQUESTS_A_TURN) -> None:
+        self.num_waiting = 0
         self._width = width
         self._num_begun = 0  #: in this turn
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -204,7 +209,11 @@ class Pacer:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        await future
+        self.num_waiting += 1
+        try:
+            await future
+        finally:
+            self.num_waiting -= 1
 
     def _begin(self, count: int) -> None:
         if self._num_begun == 0:

@@ -20,6 +20,7 @@ from frontend.app import Application
 from frontend.connection_limit import raise_descriptor_limit
 from frontend.endpoints import discover
 from frontend.engine import Engine
+from frontend.garbage import GarbageWatch
 from frontend.http_server import HttpServer
 from frontend.metrics import FrontendMetrics
 from frontend.metrics_exchange import MetricsExchange
@@ -68,8 +69,11 @@ class FrontendProcess:
         self._engine = Engine(child.hello(), self._readiness, (self._metrics, overload), room, on_ready=lambda: self._or_end(self._say_ready))
         ledger = RequestLedger(self._metrics)
         self._services = Services(config, self._readiness, self._engine, ledger, self._metrics, self._exchange, overload)
-        self._server = HttpServer(Application(self._services, discover()), config.max_connections)
+        application = Application(self._services, discover())
+        self._server = HttpServer(application, config.max_connections, application.refusal)
         self._metrics.watch(self._engine, self._server)
+        overload.num_unheard = lambda: self._engine.num_unheard
+        self._garbage = GarbageWatch(lambda: self._engine.num_sequences == 0)
         self._said_ready = False
         self._is_ready = asyncio.Event()
         self._failure: BaseException | None = None
@@ -112,12 +116,14 @@ class FrontendProcess:
     async def _say_alive(self) -> None:
         while True:
             self._child.alive()
+            self._garbage.look()
             await asyncio.sleep(_ALIVE_S)
 
     def _say_ready(self) -> None:
         if self._readiness.state != "ready" or self._said_ready:
             return
         self._said_ready = True
+        self._garbage.settle()
         self._is_ready.set()
         geometry = self._readiness.require()
         self._child.say_ready(f"serving {self._child.config.model_names[0]}, up to {geometry.max_model_len} tokens")

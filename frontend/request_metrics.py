@@ -14,6 +14,7 @@ It must not know HTTP libraries, prometheus or text: a prompt never comes near a
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import structlog
+from structlog.typing import FilteringBoundLogger
 
 from pagemill.messages import FinishReason, SequenceOutput
 
@@ -249,7 +251,7 @@ class RequestLedger:
     def __init__(self, observer: RequestObserver, clock: Clock = time.monotonic) -> None:
         self._observer = observer
         self._clock = clock
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("frontend.request")
+        self._log: FilteringBoundLogger = structlog.get_logger("frontend.request")
         self._known_names: set[str] = set()
         self.num_in_flight = 0
 
@@ -279,6 +281,10 @@ class RequestLedger:
             self._log.warning("unknown_request_field", field=name[:MAX_LOGGED_NAME], endpoint=record.endpoint, request_id=record.request_id)
 
     def _write_line(self, record: RequestRecord) -> None:
+        probed = record.endpoint in QUIET_ENDPOINTS and (record.status < 400 or record.status == 503)
+        quiet = probed or record.status == 429  # of these `frontend.overload` says how many there were
+        if quiet and not self._log.is_enabled_for(logging.DEBUG):
+            return
         fields: dict[str, object] = {
             "request_id": record.request_id,
             "method": record.method,
@@ -302,8 +308,6 @@ class RequestLedger:
                 "ttft_ms": _milliseconds(record.ttft_s),
                 "tpot_ms": _milliseconds(record.tpot_s),
             }
-        probed = record.endpoint in QUIET_ENDPOINTS and (record.status < 400 or record.status == 503)
-        quiet = probed or record.status == 429  # of these `frontend.overload` says how many there were
         write = self._log.debug if quiet else self._log.error if record.outcome == "error" else self._log.info
         write("request_finished", **fields)
 

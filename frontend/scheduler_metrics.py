@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
+from pagemill.kv_groups import pool_capacity
 from pagemill.messages import FinishReason, PreemptionReason, SchedulerReady, StatsSnapshot, VictimKind
 
 #: Counter field of a snapshot -> metric and its help.
@@ -120,13 +121,13 @@ class SchedulerMetrics:
     def _geometry(ready: SchedulerReady) -> Iterator[Metric]:
         yield GaugeMetricFamily("pagemill_max_model_len_tokens", "Longest prompt plus output of one sequence.", ready.max_model_len)
         yield GaugeMetricFamily("pagemill_scheduler_epoch", "Incarnation of the scheduler; grows when it, its core or the workers restart.", ready.epoch)
-        size_tokens = ready.num_blocks * ready.block_size
+        capacity = pool_capacity(ready.groups, ready.num_blocks, ready.block_size, max(1, ready.max_model_len))
         labels = {
             "block_size": str(ready.block_size),
             "num_blocks": str(ready.num_blocks),
             "num_swap_slots": str(ready.num_swap_slots),
-            "size_tokens": str(size_tokens),
-            "max_concurrency": f"{size_tokens / max(1, ready.max_model_len):.2f}",
+            "size_tokens": str(capacity.tokens),
+            "max_concurrency": f"{capacity.sequences:.2f}",
             "deterministic": str(ready.deterministic).lower(),
         }
         info = GaugeMetricFamily("pagemill_kv_cache_info", "Geometry of the KV pool as labels; always 1.", labels=list(labels))

@@ -93,11 +93,20 @@ class Channel(Generic[Out, In]):
         """Calls `on_message` for each message from now on, in the event loop, and `on_broken` if the peer is not who it should be.
 
         The descriptor of a zmq socket is edge-triggered and sending may consume the edge, so it is
-        drained after every send as well; a few messages in one turn of the loop, so that a peer which is
-        faster than this process does not keep it from everything else.
+        drained after every send as well; a few messages in one turn of the loop, however much is sent, so
+        that a peer which is faster than this process does not keep it from everything else.
         """
+        is_due = False
+
+        def drain_soon() -> None:
+            nonlocal is_due
+            if not is_due:
+                is_due = True
+                loop.call_soon(drain)
 
         def drain() -> None:
+            nonlocal is_due
+            is_due = False
             for _ in range(_MESSAGES_A_TURN):
                 try:
                     message = None if self.socket.closed else self.receive()
@@ -107,11 +116,11 @@ class Channel(Generic[Out, In]):
                 if message is None:
                     return
                 on_message(message)
-            loop.call_soon(drain)
+            drain_soon()
 
-        loop.add_reader(self._descriptor(), drain)
-        self._after_send = lambda: loop.call_soon(drain)
-        loop.call_soon(drain)
+        loop.add_reader(self._descriptor(), drain_soon)
+        self._after_send = drain_soon
+        drain_soon()
 
     def detach(self, loop: asyncio.AbstractEventLoop) -> None:
         """The opposite of `attach`."""

@@ -14,6 +14,7 @@ import zmq
 
 from pagemill.channels import Channel, ChannelError
 from pagemill.messages import (
+    AddRequest,
     DebugStateQuery,
     DecisionsQuery,
     FrontendToScheduler,
@@ -23,6 +24,7 @@ from pagemill.messages import (
     SchedulerReady,
     SchedulerToFrontend,
     SchedulerToWorker,
+    StatsSnapshot,
     WorkerToScheduler,
 )
 from pagemill.telemetry import get_logger
@@ -47,6 +49,7 @@ class Peers:
         self._workers: dict[int, WorkerChannel] = {}
         self._frontends: dict[int, FrontendChannel] = {}
         self._incarnations: dict[tuple[str, int], int] = {}  #: by kind and index
+        self._num_heard: dict[int, int] = {}  #: frontend -> its `AddRequest`s since its channel exists
         self._told: dict[int, int] = {}  #: frontend -> the epoch of which it has been told that it is ready
         self._num_dropped = 0  #: by channels that are closed, and of what frontends said of others' sequences
 
@@ -63,6 +66,7 @@ class Peers:
             self._close_frontend(peer.index)
             frontend: FrontendChannel = Channel(self._context, peer.address, bind=True, hello=self._hello, peer="frontend", incoming=FrontendToScheduler)
             self._frontends[peer.index] = frontend
+            self._num_heard[peer.index] = 0
             self._poller.register(frontend.socket, zmq.POLLIN)
         self._incarnations[peer.kind, peer.index] = peer.incarnation
 
@@ -98,6 +102,7 @@ class Peers:
         for index, channel in list(self._frontends.items()):
             try:
                 while not channel.socket.closed and (message := channel.receive()) is not None:
+                    self._num_heard[index] += isinstance(message, AddRequest)
                     if self._is_own(index, message):
                         yield index, message
                     else:
@@ -130,6 +135,11 @@ class Peers:
             channel.send(message)
         except ChannelError as error:
             self._drop(index, str(error))
+
+    def send_snapshot(self, snapshot: StatsSnapshot) -> None:
+        """To each frontend that knows of a core, with how much of what it has sent is counted in there."""
+        for index in self.told():
+            self.send_frontend(index, msgspec.structs.replace(snapshot, requests_heard=self._num_heard.get(index, 0)))
 
     def untold(self, epoch: int) -> list[int]:
         """Frontends that have greeted and have not been told that this epoch is ready."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontend.exposition import CONTENT_TYPES, format_for
 from frontend.services import Services
 
 PATHS = ("/metrics",)
@@ -12,5 +15,9 @@ METHODS = ("GET",)
 
 
 async def handle(request: Request, services: Services) -> Response:
-    body, content_type = services.metrics.render(request.headers.get("accept", ""), await services.exchange.ask())
-    return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
+    form = format_for(request.headers.get("accept", ""))
+    body = bytearray()
+    for piece in services.metrics.scrape(form, await services.exchange.ask()):
+        body += piece
+        await asyncio.sleep(0)  # streams and probes go on between two pieces
+    return Response(bytes(body), headers={"Content-Type": CONTENT_TYPES[form], "Cache-Control": "no-store"})

@@ -1,8 +1,8 @@
 """Phases of an overload: what a server can do, what it does when ten times that is asked of it, and while it is crowded.
 
 Load is open: requests leave when they are due, whatever has become of those before them, and latency counts from when
-they were due. Probes go beside it on connections of their own. Must not know how the server is started, nor who reads
-the numbers.
+they were due; how late this process is itself is said beside it. Must not know how the server is started, nor who reads the
+numbers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from scripts.lib.http_load import BROKEN, Answer, Client, get, post
-from scripts.lib.report import percentiles
+from scripts.lib.http_load import BROKEN, Answer, Client, post
+from scripts.lib.report import milliseconds, percentiles
 from scripts.lib.workloads import TokenSource
 
-PROBE_INTERVAL_S = 0.02
-#: Probes from one scrape of this path to the next: five seconds.
-SCRAPE_EVERY = 250
-SCRAPED = "/metrics"
 #: Requests leave together that are due within this time: no event loop can wait for less.
 _TICK_S = 0.005
+_LOOK_S = 0.01
+#: When nothing has been answered for so long, whoever is to be refused has been told.
+_PATIENCE_S = 3.0
 
 #: Makes the next request.
 Source = Callable[[], bytes]
@@ -50,49 +49,22 @@ class Shape:
         return make
 
 
-@dataclass
-class Probes:
-    """Latencies of probes, by path, and how late this process itself was."""
-
-    latencies_s: dict[str, list[float]] = field(default_factory=dict)
-    failed: int = 0
-    lags_s: list[float] = field(default_factory=list)
-
-    def summary(self) -> Mapping[str, object]:
-        found: dict[str, object] = {f"{path}_ms": milliseconds(values) for path, values in self.latencies_s.items()}
-        return found | {"probes_failed": self.failed, "client_lag_ms": milliseconds(self.lags_s)}
-
-
 @contextmanager
-def probing(client: Client, paths: Sequence[str]) -> Iterator[Probes]:
-    """Asks each path in turn while the block runs; `SCRAPED` now and then, as a scraper does, for it costs the server more than a request."""
-    probes = Probes({path: [] for path in paths})
-    quick = [path for path in paths if path != SCRAPED]
-    tasks: set[asyncio.Task[None]] = set()
+def lag() -> Iterator[list[float]]:
+    """How late this process is with what it wants to do, in seconds, looked at a hundred times a second while the block runs."""
+    lags_s: list[float] = []
 
-    async def one(path: str, due: float) -> None:
-        answer = await client.ask(get(path), due)
-        probes.latencies_s[path].append(answer.latency_s)
-        probes.failed += answer.status != 200
+    async def look() -> None:
+        while True:
+            due = time.perf_counter() + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+            lags_s.append(max(0.0, time.perf_counter() - due))
 
-    async def all_along() -> None:
-        due = time.perf_counter()
-        for number in range(1 << 62):
-            probes.lags_s.append(max(0.0, time.perf_counter() - due))
-            is_scrape = SCRAPED in paths and number % SCRAPE_EVERY == 0
-            task = asyncio.create_task(one(SCRAPED if is_scrape else quick[number % len(quick)], due))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            due += PROBE_INTERVAL_S
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-
-    runner = asyncio.create_task(all_along())
+    task = asyncio.create_task(look())
     try:
-        yield probes
+        yield lags_s
     finally:
-        runner.cancel()
-        for task in tasks:
-            task.cancel()
+        task.cancel()
 
 
 async def closed_loop(client: Client, source: Source, num_clients: int, seconds: float) -> list[Answer]:
@@ -142,7 +114,8 @@ async def open_loop(client: Client, source: Source, rate: float, seconds: float)
 async def overload(client: Client, source: Source, rate: float, seconds: float, settle_s: float) -> tuple[float, Mapping[str, object]]:
     """Offers `rate` requests a second. Goodput, which comes first, is what was completed a second once the first could have been."""
     begin = time.perf_counter() + settle_s
-    answers = await open_loop(client, source, rate, settle_s + seconds)
+    with lag() as lags_s:
+        answers = await open_loop(client, source, rate, settle_s + seconds)
     refused = [answer for answer in answers if answer.status == 429]
     goodput_s = sum(answer.status == 200 and begin <= answer.ended_at < begin + seconds for answer in answers) / seconds
     return goodput_s, {
@@ -152,6 +125,7 @@ async def overload(client: Client, source: Source, rate: float, seconds: float, 
         "refused_ms": milliseconds([answer.latency_s for answer in refused]),
         "retry_after_s": percentiles([float(answer.retry_after) for answer in refused if answer.retry_after]),
         "refused_without_retry_after": sum(not answer.retry_after for answer in refused),
+        "client_lag_ms": milliseconds(lags_s),
     }
 
 
@@ -191,13 +165,20 @@ class Crowd:
 
 
 async def burst(client: Client, source: Source, count: int) -> Mapping[str, object]:
-    """So many requests in one turn of the event loop, each on a connection that stands already."""
+    """So many requests in one turn of the event loop, each on a connection that stands already. Those for which there was room wait, and are given up."""
     await client.connect(count)
     requests = [source() for _ in range(count)]
     due = time.perf_counter()
-    answers = await asyncio.gather(*(client.ask(request, due) for request in requests))
+    tasks = waiting = {asyncio.create_task(client.ask(request, due)) for request in requests}
+    answered = tasks
+    while waiting and answered:
+        answered, waiting = await asyncio.wait(waiting, timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    client.drop_all()
+    answers = [task.result() for task in tasks - waiting]
     refused = [answer for answer in answers if answer.status == 429]
-    return {"statuses": statuses(answers), "refused_ms": milliseconds([answer.latency_s for answer in refused])}
+    return {"statuses": statuses(answers) | {"waiting": len(waiting)}, "refused_ms": milliseconds([answer.latency_s for answer in refused])}
 
 
 async def huge_body(client: Client, num_bytes: int) -> Mapping[str, object]:
@@ -211,8 +192,3 @@ def statuses(answers: Sequence[Answer]) -> dict[str, int]:
     """How often each came, `broken` for none."""
     found = Counter("broken" if answer.status == BROKEN else str(answer.status) for answer in answers)
     return dict(sorted(found.items()))
-
-
-def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """50th and 99th percentile, and the worst."""
-    return percentiles([1000 * value for value in seconds], (50, 99, 100))

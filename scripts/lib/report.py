@@ -35,6 +35,11 @@ def percentiles(values: Sequence[float], ranks: Sequence[int] = (50, 90, 99)) ->
     return {f"p{rank}": ordered[max(0, -(-rank * len(ordered) // 100) - 1)] for rank in ranks} if ordered else {}
 
 
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """50th and 99th percentile, and the worst."""
+    return percentiles([1000 * value for value in seconds], (50, 99, 100))
+
+
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """The median of ratios, each of two measurements made side by side, so that a busy machine slows both."""
     return median(numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True))

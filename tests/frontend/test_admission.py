@@ -6,11 +6,15 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from frontend import overload
+from frontend.app import Application, Refusal
+from frontend.http_server import GuardedProtocol
 from pagemill.messages import AddRequest
 from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler, Refuse, snapshot
 from tests.helpers.frontend_server import RunningFrontend, running_frontend
@@ -83,6 +87,28 @@ def test_as_soon_as_sequences_start_the_next_are_taken(full: RunningFrontend) ->
     wait_for(lambda: full.services.overload.num_waiting == 0, DEADLINE_S, lambda: "something still waits")
 
 
+def test_a_snapshot_that_has_not_heard_of_all_that_was_sent_makes_no_room_for_it(full: RunningFrontend) -> None:
+    """A scheduler in the middle of a long step says that nobody waits; what would be taken for that it had to reject later."""
+    engine = full.services.engine
+    for num_heard in (0, 1, NUM_WAITING):
+        full.scheduler.send(snapshot(requests_heard=num_heard, num_running=num_heard))
+        num_unheard = NUM_WAITING - num_heard
+        wait_for(partial(lambda expected: engine.num_unheard == expected, num_unheard), DEADLINE_S, lambda: "the snapshot does not arrive")
+        status = full.client.post(COMPLETIONS, content=b"this is never parsed").status_code
+        assert status == (400 if num_heard == NUM_WAITING else 429)
+
+
+def test_a_new_scheduler_has_heard_of_nothing_but_what_it_was_sent(full: RunningFrontend) -> None:
+    with FakeScheduler(epoch=2) as successor:
+        successor.gate.clear()
+        full.lose_scheduler()
+        full.meet(successor)
+        successor.wait_for(AddRequest, count=NUM_WAITING)
+        assert full.services.engine.num_unheard == NUM_WAITING
+        successor.send(snapshot(epoch=2, requests_heard=NUM_WAITING))
+        wait_for(lambda: full.services.engine.num_unheard == 0, DEADLINE_S, lambda: "the snapshot does not arrive")
+
+
 def test_requests_whose_clients_leave_make_room(full: RunningFrontend) -> None:
     overloaded = full.services.overload
     assert overloaded.num_waiting == NUM_WAITING
@@ -117,3 +143,112 @@ def test_large_bodies_that_are_being_read_stand_against_further_large_ones(monke
             assert frontend.post(COMPLETIONS, prompt="Hello", max_tokens=1).status_code == 200
         wait_for(lambda: frontend.services.overload.body_bytes == 0, DEADLINE_S, lambda: "the body is still held")
         assert frontend.post("/tokenize", prompt="Hello" * 10_000).status_code == 200
+
+
+# --- answered while the head is parsed ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def judging(full: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> RunningFrontend:
+    """A full server whose application must not be called: what is answered is answered for its head."""
+
+    async def never(*_: object) -> None:
+        raise AssertionError("the application was called")
+
+    monkeypatch.setattr(Application, "__call__", never)
+    return full
+
+
+def test_a_refusal_costs_no_task_and_is_on_record(judging: RunningFrontend) -> None:
+    response = judging.client.post(COMPLETIONS, content=b"x" * 100_000, headers={"Content-Type": "application/json", "X-Request-Id": "mine"})
+    check_refused(response)
+    assert response.headers["x-request-id"] == "mine"
+    assert response.headers["content-type"] == "application/json"
+    assert "date" in response.headers
+    text = b"".join(judging.services.metrics.scrape()).decode()
+    for line in ('refused_total{endpoint="/v1/completions",reason="rate_limit_exceeded",status="429"} 1.0', 'received_total{endpoint="/v1/completions"} 2.0'):
+        assert f"pagemill_requests_{line}" in text
+    assert 'pagemill_requests_in_flight{endpoint="/v1/completions"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "expected"),
+    [
+        ("POST", "/nowhere", {}, (404, "not_found")),
+        ("GET", COMPLETIONS, {}, (405, "method_not_allowed")),
+        ("POST", COMPLETIONS, {"Content-Type": "text/plain"}, (415, "unsupported_media_type")),
+        ("POST", COMPLETIONS, {"Content-Length": "99999999"}, (413, "too_large")),
+        ("POST", "/tokenize", {}, (429, "rate_limit_exceeded")),
+    ],
+)
+def test_whatever_the_head_is_refused_for_is_said_at_once(
+    method: str, path: str, headers: dict[str, str], expected: tuple[int, str], judging: RunningFrontend
+) -> None:
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    with socket.create_connection(("127.0.0.1", judging.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+        answer = connection.recv(65536)
+    assert (int(answer[9:12]), json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]) == expected
+
+
+def test_who_may_not_call_hears_nothing_else() -> None:
+    with running_frontend(api_keys=("key",), max_num_queued=0) as frontend:
+        frontend.run(frontend.services.overload.scheduler_lost)
+        for path in (COMPLETIONS, "/nowhere"):
+            assert frontend.post(path, prompt="Hello").status_code == 401
+        assert frontend.client.post(COMPLETIONS, json={}, headers={"Authorization": "Bearer key"}).status_code == 429
+
+
+def post_of(num_bytes: int, *headers: str) -> bytes:
+    """A request with a body that is no JSON."""
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {num_bytes}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + b"x" * num_bytes
+
+
+def answers_to(port: int, data: bytes) -> bytes:
+    """Everything that is said until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+        connection.sendall(data)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+def test_the_body_of_who_was_refused_is_passed_over_and_the_connection_serves_on(full: RunningFrontend) -> None:
+    with socket.create_connection(("127.0.0.1", full.port), timeout=DEADLINE_S) as connection:
+        for num_bytes in (10, 200_000, 10):
+            connection.sendall(post_of(num_bytes))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_refusals_sent_ahead_are_answered_in_order_and_all_but_the_first_take_a_turn(full: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[Refusal] = []
+    judge = GuardedProtocol._refusal
+
+    def note(protocol: GuardedProtocol, cycle: RequestResponseCycle) -> Refusal | None:
+        refusal = judge(protocol, cycle)
+        at_once.extend([refusal] if refusal is not None else [])
+        return refusal
+
+    monkeypatch.setattr(GuardedProtocol, "_refusal", note)
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = answers_to(full.port, b"".join(post_of(20, f"X-Request-Id: {number}") for number in range(5)) + last)
+    ids = [line.split(b": ")[1] for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")]
+    assert ids[:-1] == [b"%d" % number for number in range(5)]
+    assert (answer.count(b"HTTP/1.1 429 "), answer.count(b"HTTP/1.1 200 ")) == (5, 1)
+    assert [refusal.request_id for refusal in at_once] == ["0"]
+
+
+def test_what_follows_a_last_request_that_was_refused_is_not_begun(full: RunningFrontend) -> None:
+    answer = answers_to(full.port, post_of(10, "Connection: close") + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 429 ") == 1
+    assert b"connection: close" in answer
+
+
+def test_an_answer_to_a_head_request_has_no_body(full: RunningFrontend) -> None:
+    response = full.client.head(COMPLETIONS)
+    assert (response.status_code, response.content) == (405, b"")
+    assert full.client.get("/livez").status_code == 200

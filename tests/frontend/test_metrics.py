@@ -7,16 +7,19 @@ import random
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import pytest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from frontend.exposition import Format
 from frontend.histogram import Histogram
 from frontend.metrics import FrontendMetrics
 from frontend.request_metrics import RequestLedger
-from pagemill.messages import NONE, FinishReason, SchedulerReady, SequenceKey, SequenceOutput
+from pagemill.messages import NONE, FinishReason, KvGroup, SchedulerReady, SequenceKey, SequenceOutput
 from tests.helpers.fake_scheduler import snapshot
 
 #: What gateways, autoscalers and vLLM's dashboards read, as far as this server has the feature.
@@ -38,9 +41,14 @@ READ_BY_OTHERS = (
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
+def text_of(metrics: FrontendMetrics, form: Format = "text", others: Sequence[Iterable[Metric]] = ()) -> str:
+    """A whole scrape."""
+    return b"".join(metrics.scrape(form, others)).decode()
+
+
 def samples(metrics: FrontendMetrics | str) -> Samples:
     """Of a scrape now, or of the text of one."""
-    families = parse_text(metrics if isinstance(metrics, str) else metrics.render()[0].decode())
+    families = parse_text(metrics if isinstance(metrics, str) else text_of(metrics))
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in families for sample in family.samples}
 
 
@@ -298,10 +306,18 @@ def test_every_name_that_others_read_is_there_with_its_labels() -> None:
     assert value(metrics, "vllm:admission_rejections_total", reason="queue_full") == 1
 
 
+def test_what_the_pool_holds_is_said_for_all_groups_of_layers_together() -> None:
+    metrics = FrontendMetrics("tiny", "vllm")
+    hybrid = SchedulerReady(1, 480, 16, 120, 0, 64, True, groups=(KvGroup(), KvGroup(window=64), KvGroup(window=64)))
+    metrics.scheduler_ready(hybrid)
+    assert value(metrics, "pagemill_kv_cache_info", num_blocks="120", size_tokens="1440", max_concurrency="3.00") == 1
+    assert value(metrics, "vllm:cache_config_info", kv_cache_size_tokens="1440", kv_cache_max_concurrency="3.00") == 1
+
+
 def test_features_that_are_not_there_have_no_alias() -> None:
-    text = used_metrics("vllm").render()[0].decode()
+    text = text_of(used_metrics("vllm"))
     assert not re.search(r"vllm:(lora|spec_decode|engine_sleep)", text)
-    assert "vllm:" not in used_metrics("none").render()[0].decode()
+    assert "vllm:" not in text_of(used_metrics("none"))
 
 
 def test_an_alias_equals_its_source_bucket_for_bucket() -> None:
@@ -312,26 +328,37 @@ def test_an_alias_equals_its_source_bucket_for_bucket() -> None:
     assert {"0.01", "0.025", "0.2", "80.0"} < set(alias)
 
 
-def test_openmetrics_is_served_to_whoever_accepts_it() -> None:
-    metrics = used_metrics("vllm")
-    body, content_type = metrics.render("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5")
-    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
-    families = parse_openmetrics(body.decode())  # type: ignore[no-untyped-call]
+def test_openmetrics_has_the_same_names() -> None:
+    families = parse_openmetrics(text_of(used_metrics("vllm"), "openmetrics"))  # type: ignore[no-untyped-call]
     names = {sample.name for family in families for sample in family.samples}
     assert {"vllm:num_requests_waiting", "vllm:generation_tokens_total", "pagemill_kv_blocks"} <= names
-    assert metrics.render("*/*")[1] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+def test_all_numbers_of_a_scrape_are_of_one_moment() -> None:
+    metrics = used_metrics("vllm")
+    ledger = RequestLedger(metrics, lambda: 0.0)
+    expected = text_of(metrics)
+    pieces = metrics.scrape()
+    text = next(pieces)
+    for piece in pieces:  # what arrives while it is written is in the next one
+        ledger.close(ledger.open(method="GET", endpoint="/v1/models", request_id="x"), 200)
+        metrics.snapshot(snapshot(num_waiting=9))
+        text += piece
+    moving = re.compile(r"process_.*\n")  # the process itself, which works on meanwhile
+    assert moving.sub("", text.decode()) == moving.sub("", expected)
+    assert text_of(metrics) != expected
 
 
 def test_native_metrics_pass_promtool() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian package prometheus)")
-    result = subprocess.run([promtool, "check", "metrics"], input=used_metrics("none").render()[0], capture_output=True, timeout=60, check=False)
+    result = subprocess.run([promtool, "check", "metrics"], input=text_of(used_metrics("none")).encode(), capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout + result.stderr) == (0, b"")
 
 
 def test_native_names_follow_promtools_rules() -> None:
-    families = list(parse_text(used_metrics("none").render()[0].decode()))
+    families = list(parse_text(text_of(used_metrics("none"))))
     abbreviations = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
     for family in families:
         name = family.name

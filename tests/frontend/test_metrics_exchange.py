@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from frontend.metrics import FrontendMetrics
 from frontend.metrics_exchange import MAX_ANSWER_BYTES, MetricsExchange, labelled, merged
 from frontend.request_metrics import RequestLedger
-from tests.frontend.test_metrics import value
+from tests.frontend.test_metrics import text_of, value
 from tests.helpers.fake_scheduler import DEADLINE_S
 
 
@@ -112,7 +112,7 @@ def test_a_scrape_balances_for_each_frontend_and_aliases_are_sums() -> None:
         ledger.close(records[0], 200)
         frontend.peer_lost("worker")
     frontends[0].peer_lost("worker")
-    text = frontends[1].render("", [frontends[0].own()])[0].decode()
+    text = text_of(frontends[1], others=[frontends[0].own()])
 
     def shown(name: str, **labels: str) -> float:
         return value(text, name, **labels)
@@ -124,8 +124,8 @@ def test_a_scrape_balances_for_each_frontend_and_aliases_are_sums() -> None:
     assert shown("pagemill_restarts_total", process="worker") == 2
     assert shown("vllm:prompt_tokens_total", model_name="tiny", engine="0") == 14
     assert text.count("# TYPE pagemill_requests_received_total counter") == 1
-    assert frontends[1].render()[0].decode().count('frontend="0"') == 0
+    assert text_of(frontends[1]).count('frontend="0"') == 0
 
 
 def test_a_single_frontend_has_no_such_label() -> None:
-    assert "frontend=" not in FrontendMetrics("tiny", "vllm").render()[0].decode()
+    assert "frontend=" not in text_of(FrontendMetrics("tiny", "vllm"))

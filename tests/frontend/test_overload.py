@@ -94,6 +94,16 @@ def test_a_snapshot_counts_what_was_handed_over_before_it() -> None:
     assert len(fill(server)) == 2
 
 
+def test_what_was_on_its_way_when_a_snapshot_was_taken_waits_beside_what_is_counted_there() -> None:
+    server = ready(10)
+    fill(server)
+    server.num_unheard = lambda: 6
+    server.snapshot(snapshot(num_waiting=1, num_running=SEATS))
+    assert server.num_waiting == 7
+    server.num_unheard = lambda: 0
+    assert len(fill(server)) == 3
+
+
 def test_what_other_frontends_handed_over_counts_as_well() -> None:
     server = ready(10)
     server.snapshot(snapshot(num_waiting=10, num_running=SEATS))
@@ -250,6 +260,35 @@ def test_who_is_cancelled_while_waiting_does_not_take_a_turn_from_others() -> No
 
     results = asyncio.run(asyncio.wait_for(crowd(), 10))
     assert results[0] is results[-1] is None
+
+
+def test_who_waits_for_a_turn_takes_the_room_that_is_left_and_keeps_it() -> None:
+    """Of a burst nobody is refused late: those beyond the queue hear it at once, all others are taken."""
+    taken: list[int] = []
+
+    async def request(server: Overload, number: int) -> str:
+        if server.is_full:
+            return "refused"
+        await server.pacer.turn()
+        load = server.open()
+        load.admit()
+        load.prepare()
+        load.submitted(1)
+        taken.append(number)
+        return "taken"
+
+    async def burst() -> None:
+        server = ready(90)
+        requests = [asyncio.create_task(request(server, number)) for number in range(200)]
+        await asyncio.sleep(0)
+        assert len(taken) < 20
+        refused = [number for number, task in enumerate(requests) if task.done() and task.result() == "refused"]
+        assert refused == list(range(90 + SEATS, 200))
+        await asyncio.gather(*requests)
+        assert taken == list(range(90 + SEATS))
+        assert server.num_waiting == 90 + SEATS
+
+    asyncio.run(burst())
 
 
 # --- what operators hear -------------------------------------------------------------------------------------

@@ -163,9 +163,11 @@ class _Thread(threading.Thread):
         room = WaitingRoom(config.max_num_queued, config.max_queued_tokens)
         room.retry_after_s = overload.retry_after_s
         engine = Engine(FakeScheduler.hello("frontend"), readiness, (metrics, overload), room)
+        overload.num_unheard = lambda: engine.num_unheard
         self.services = Services(config, readiness, engine, RequestLedger(metrics), metrics, MetricsExchange(0, 1, metrics.own), overload)
         self.services.load_text(Tokenizer(Path(config.model_path)))
-        self.server = HttpServer(Application(self.services, discover()), config.max_connections)
+        application = Application(self.services, discover())
+        self.server = HttpServer(application, config.max_connections, application.refusal)
         metrics.watch(engine, self.server)
         if self._address is not None:
             engine.connect(self._address)
