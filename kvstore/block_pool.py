@@ -6,7 +6,8 @@ the block, but a block to which only weak ones are left is *reclaimable*: its ho
 *Leaving* blocks were just given up, and a copy to the arena was ordered with the plan being built. They may
 be handed out again at once, because that plan's forward waits for the copy if it is going to overwrite the
 block; those nobody took stay behind the fence of their transfer. If somebody refers to such a block again, for
-reading, its transfer becomes one of its references, so that it is not overwritten before the copy is done.
+reading, or still does, its transfer becomes one of its references, so that it is not overwritten before the copy is
+done. When that is the last one left, and the plan still being built, the block is leaving again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class BlockPool(IdPool[BlockId]):
         self._leaving: dict[BlockId, int] = {}  #: block -> transfer ordered with the plan being built
         self._departing: dict[BlockId, int] = {}  #: block -> transfer in flight
         self._copied: dict[BlockId, int] = {}  #: block -> transfer in flight that has a strong reference of its own
+        self._copied_now: dict[BlockId, None] = {}  #: of these, ordered with the plan being built
 
     # --- weak references -------------------------------------------------------------------------------
 
@@ -41,6 +43,10 @@ class BlockPool(IdPool[BlockId]):
     def num_strong(self, block: BlockId) -> int:
         """References of running sequences and of transfers."""
         return self._counts[block] - self._weak[block]
+
+    def num_leaving_with(self, block: BlockId) -> int:
+        """References that go with the last of the others: that of a copy ordered with the plan being built."""
+        return block in self._copied_now
 
     def weaken(self, block: BlockId) -> None:
         """One of the references becomes weak."""
@@ -68,6 +74,10 @@ class BlockPool(IdPool[BlockId]):
         super().release(block, fence, oldest=oldest, expendable=expendable)
         if self._counts[block] and self._counts[block] == self._weak[block]:
             self._num_reclaimable += 1
+        elif self._counts[block] == 1 and fence == NO_PLAN and block in self._copied_now:
+            del self._copied_now[block]
+            self._counts[block] = 0
+            self._leaving[block] = self._copied.pop(block)
 
     # --- leaving ---------------------------------------------------------------------------------------
 
@@ -93,7 +103,7 @@ class BlockPool(IdPool[BlockId]):
         if self._counts[block] == self._weak[block]:
             raise ValueError(f"block {block} released twice")
         if self._counts[block] > 1:
-            self._copied[block] = transfer_id  # the reference passes to the transfer
+            self._refer(block, transfer_id)  # the reference passes to the transfer
             return False
         self._counts[block] = 0
         self._leaving[block] = transfer_id
@@ -117,6 +127,7 @@ class BlockPool(IdPool[BlockId]):
         """The plan is complete: leaving blocks that nobody took wait for their transfers."""
         self._departing |= self._leaving
         self._leaving.clear()
+        self._copied_now.clear()
 
     def departed(self, block: BlockId, transfer_id: int) -> None:
         """The transfer is done. No effect if the block was overwritten meanwhile."""
@@ -128,12 +139,19 @@ class BlockPool(IdPool[BlockId]):
             self.release(block)
 
     def _unplace(self, block: BlockId) -> bool:
-        for place in (self._leaving, self._departing):
-            if block in place:
-                self._copied[block] = place.pop(block)
-                self._counts[block] = 1
-                return True
-        return super()._unplace(block)
+        if block in self._leaving:
+            self._refer(block, self._leaving.pop(block))
+        elif block in self._departing:
+            self._copied[block] = self._departing.pop(block)
+        else:
+            return super()._unplace(block)
+        self._counts[block] = 1
+        return True
+
+    def _refer(self, block: BlockId, transfer_id: int) -> None:
+        """A transfer ordered with the plan being built has a reference."""
+        self._copied[block] = transfer_id
+        self._copied_now[block] = None
 
     def copied(self) -> dict[BlockId, int]:
         """Blocks to which a transfer of this number refers, for invariants."""

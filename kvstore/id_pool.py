@@ -61,6 +61,11 @@ class IdPool(Generic[Id]):
         return len(self._fenced)
 
     @property
+    def num_behind_plans(self) -> int:
+        """Those that come free as soon as plans in flight are acknowledged."""
+        return len(self._fenced)
+
+    @property
     def num_used(self) -> int:
         return self.total - self.num_free - self.num_cached
 
@@ -96,11 +101,14 @@ class IdPool(Generic[Id]):
         self._counts[number] = 1
         return number
 
-    def adopt(self, entries: Iterable[tuple[Id, bytes]]) -> int:
+    def adopt(self, entries: Iterable[tuple[Id, bytes]], expendable: Iterable[Id] = ()) -> int:
         """Ids of an untouched pool have the contents that these keys stand for, from before it existed: they are cached. Returns how many."""
         adopted = {number: False for number, key in entries if 0 <= number < self.total and self.index.insert(key, number)}
         self._free = [number for number in self._free if number not in adopted]
         self._cached.update(adopted)
+        for number in expendable:
+            if number in adopted:
+                self._expend(number)
         return len(adopted)
 
     def reference(self, number: Id) -> None:
@@ -121,8 +129,9 @@ class IdPool(Generic[Id]):
         if self._counts[number] == 0:
             if fence == NO_PLAN:
                 self._settle(number)
-                if (oldest or expendable) and number in self._cached:
-                    self._cached[number] = expendable
+                if expendable and number in self._cached:
+                    self._expend(number)
+                elif oldest and number in self._cached:
                     self._cached.move_to_end(number, last=False)
             else:
                 self._fenced[number] = fence
@@ -159,12 +168,19 @@ class IdPool(Generic[Id]):
     def _unplace(self, number: Id) -> bool:
         """Takes an unreferenced id out of the place from which it can be referred to again."""
         if number in self._cached:
-            del self._cached[number]
+            if self._cached.pop(number):
+                self.index.mark(number, is_expendable=False)
         elif number in self._fenced:
             del self._fenced[number]
         else:
             return False
         return True
+
+    def _expend(self, number: Id) -> None:
+        """A cached one is the next to be overwritten."""
+        self._cached[number] = True
+        self._cached.move_to_end(number, last=False)
+        self.index.mark(number, is_expendable=True)
 
     def _settle(self, number: Id) -> None:
         if number in self.index:

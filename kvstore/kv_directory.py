@@ -9,8 +9,8 @@ arena's. So every entry is mirrored into shared memory that the launcher keeps, 
 Slots come first, so that a pool of another size, as new workers may have it, leaves them where they are.
 An entry is written when its content is certain (all ranks have acknowledged it) and cleared before the plan that
 overwrites it is sent, so a directory found after a crash never promises too much. The flag is cleared first and set
-last: a writer killed half-way leaves an entry that says nothing. Knows keys and ids, and neither sequences nor how
-the memory is shared.
+last: a writer killed half-way leaves an entry that says nothing. It also says what is expendable, so that the next
+scheduler overwrites that first. Knows keys and ids, and neither sequences nor how the memory is shared.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _BLOCKS_MAGIC = b"pmkvblk2"
 _HEADER = struct.Struct("<8sqqqq")
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 40
+#: The flag: nothing, a key, or the key of what is hardly worth keeping.
+_NOTHING, _NAMED, _EXPENDABLE = 0, 1, 2
 #: Flag and length precede the key.
 MAX_KEY_BYTES = _ENTRY_BYTES - 2
 
@@ -45,15 +47,20 @@ class DirectoryTable(Generic[Id]):
         if not 32 <= len(key) <= MAX_KEY_BYTES:
             return
         start = number * _ENTRY_BYTES
-        self._memory[start] = 0
+        self._memory[start] = _NOTHING
         self._on_write()
         self._memory[start + 1] = len(key)
         self._memory[start + 2 : start + 2 + len(key)] = key
-        self._memory[start] = 1
+        self._memory[start] = _NAMED
+
+    def mark(self, number: Id, is_expendable: bool) -> None:
+        """Whether anybody is expected to want it again. No effect on an entry that says nothing."""
+        if self._memory[number * _ENTRY_BYTES] != _NOTHING:
+            self._memory[number * _ENTRY_BYTES] = _EXPENDABLE if is_expendable else _NAMED
 
     def clear(self, number: Id) -> None:
         """What lies there is going to be overwritten."""
-        self._memory[number * _ENTRY_BYTES] = 0
+        self._memory[number * _ENTRY_BYTES] = _NOTHING
 
     def clear_all(self) -> None:
         self._memory[:] = bytes(len(self._memory))
@@ -64,9 +71,13 @@ class DirectoryTable(Generic[Id]):
         for number in range(self._num_entries):
             start = number * _ENTRY_BYTES
             length = self._memory[start + 1]
-            if self._memory[start] == 1 and 32 <= length <= MAX_KEY_BYTES:
+            if self._memory[start] in (_NAMED, _EXPENDABLE) and 32 <= length <= MAX_KEY_BYTES:
                 found.append((number, bytes(self._memory[start + 2 : start + 2 + length])))
         return found
+
+    def expendable(self) -> list[int]:
+        """Ids of the entries that say so, in order."""
+        return [number for number in range(self._num_entries) if self._memory[number * _ENTRY_BYTES] == _EXPENDABLE]
 
 
 class KvDirectory:

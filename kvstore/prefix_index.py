@@ -19,6 +19,7 @@ class Mirror(Protocol[IdSeen]):
     """Who writes down what the index says (`kv_directory`)."""
 
     def write(self, number: IdSeen, key: bytes) -> None: ...
+    def mark(self, number: IdSeen, is_expendable: bool) -> None: ...
     def clear(self, number: IdSeen) -> None: ...
 
 
@@ -76,6 +77,11 @@ class PrefixIndex(Generic[Id]):
             del self._blocks[key]
             if self.mirror is not None:
                 self.mirror.clear(block)
+
+    def mark(self, block: Id, is_expendable: bool) -> None:
+        """Lets it be known beside the key whether the content is worth any effort to keep."""
+        if self.mirror is not None:
+            self.mirror.mark(block, is_expendable)
 
     def entries(self) -> dict[bytes, Id]:
         """A copy, for invariants."""

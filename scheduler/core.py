@@ -49,6 +49,7 @@ from pagemill.messages import (
 from scheduler import admission
 from scheduler.core_config import CoreConfig
 from scheduler.counters import Counters, snapshot
+from scheduler.early_copies import EarlyCopies
 from scheduler.kv_memory import KvMemory
 from scheduler.outputs import Outputs
 from scheduler.plans import PlanInFlight, SliceInFlight
@@ -78,12 +79,13 @@ class SchedulerCore:
         self.memory = KvMemory(self.config.num_blocks, self.config.block_size, self.config.groups, self.config.max_num_batched_tokens)
         self.prefill = PrefillRate(self.config.prefill_tok_s)
         self.swapping = Swapping(self.config, self.memory, self.prefill)
+        self.early_copies = EarlyCopies(self.config, self.memory, self.swapping, self.prefill)
         self.queues = Queues()
         self.rows = Rows(self.config.epoch, len(self.config.groups))
         self.preemption = Preemption(self.config, self.queues, self.memory, self.swapping, self.prefill, self._on_preempted)
         self.preemption.on_resumed = self.counters.count_resume
         self.swapping.on_lost = self._on_lost
-        self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.swapping, self.preemption)
+        self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.swapping, self.early_copies, self.preemption)
         self.sequences: dict[SequenceKey, Sequence] = {}  #: every live one, by its name
         self.plans: list[PlanInFlight] = []  #: oldest first
         self.suspects = Suspects()
@@ -115,7 +117,7 @@ class SchedulerCore:
             case Drain():
                 self._draining = True
             case Adopt():
-                self.memory.pool.adopt(event.blocks)
+                self.memory.pool.adopt(event.blocks, event.expendable_blocks)
                 self.swapping.swap.adopt(event.swap_slots)
                 self.counters.adopt(event)
             case Revive():

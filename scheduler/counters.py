@@ -121,7 +121,7 @@ def snapshot(
         swapped_bytes={direction: rate.total_bytes for direction, rate in rates.items()},
         swap_seconds={direction: rate.total_seconds for direction, rate in rates.items()},
         tokens_moved=swapping.num_moved_tokens,
-        early_copies=swapping.num_early_copies,
+        early_copies=swapping.transfers.num_early_copies,
         resume_seconds=dict(counters.resume_seconds),
         resume_seconds_sum=counters.resume_seconds_sum,
         prefix_query_tokens=memory.num_query_tokens,

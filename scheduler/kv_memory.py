@@ -18,7 +18,7 @@ References are strong while a sequence runs and weak while it does not; `loosen`
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 
 from kvstore.block_pool import BlockPool
@@ -96,6 +96,22 @@ class KvMemory:
         """
         missing = self.num_awaited_blocks(sequence, frugal=frugal) - sequence.num_device_blocks
         return missing - sum(self.pool.count(block) > 0 for block in self.adoptable(sequence))
+
+    def num_cached_hits(self, sequence: Sequence) -> int:
+        """Blocks it would adopt to which nobody refers, so that they are obtainable until it does."""
+        return sum(self.pool.count(block) == 0 for block in self.adoptable(sequence))
+
+    def num_coming_back(self, running: Iterable[Sequence]) -> int:
+        """Blocks that plans in flight keep from being used again: behind their fences, or read by what they compute and not by what comes after."""
+        pool, size = self.pool, self.block_size
+        num_blocks = pool.num_behind_plans
+        for sequence in running if self._windows else ():
+            num_whole = (sequence.num_computed_tokens + sequence.num_planned_tokens) // size
+            for group, numbers in self._windows.items():
+                first_live = first_live_block(group, num_whole * size, size)
+                for table in (sequence.tables[number] for number in numbers):
+                    num_blocks += sum(pool.count(BlockId(block)) == 1 for block in table.ids[table.num_behind : first_live])
+        return num_blocks
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that its tables lack to hold `num_tokens` positions."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagemill.messages import BlockId, Decision, Preempt, PreemptionReason, VictimKind, VictimPrice
+from pagemill.messages import NO_PLAN, BlockId, Decision, Preempt, PreemptionReason, VictimKind, VictimPrice
 from scheduler.core_config import CoreConfig
 from scheduler.decisions import Decisions
 from scheduler.kv_memory import KvMemory
@@ -90,13 +90,16 @@ class Preemption:
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grows a running sequence to `num_tokens` positions, at the cost of those behind it if need be.
 
-        False, and nobody yields, if that would not be enough; then the sequence parks until others finish.
+        False, and nobody yields, if that would not be enough; then the sequence parks until others finish. So it does,
+        if it has a slice in flight, where plans in flight are going to give back what it lacks: a step later it has none.
         """
         memory = self._memory
         if memory.extend(sequence, num_tokens):
             return True
         missing = memory.num_missing_blocks(sequence, num_tokens)
-        return self._reclaim(sequence, missing, "growth", {}) and memory.extend(sequence, num_tokens)
+        if sequence.planned_in != NO_PLAN and missing <= memory.pool.num_obtainable + memory.num_coming_back(self._queues.running):
+            return False
+        return self._reclaim(sequence, lambda: missing, "growth", {}) and memory.extend(sequence, num_tokens)
 
     def make_room(self, candidate: Sequence, num_first_blocks: int) -> bool:
         """Finds a seat for a sequence that wants to start, room for its whole known context, and blocks for its first step.
@@ -108,14 +111,17 @@ class Preemption:
         no_seat = len(self._queues.running) + self.num_returning >= self._config.max_num_seqs
         if no_seat and not victims:
             return False
-        adopted = dict.fromkeys(self._memory.adoptable(candidate))
-        needed = self._memory.num_needed_blocks(candidate, frugal=is_head)
-        shortage = needed - self._room(candidate)
+        memory, adopted = self._memory, dict.fromkeys(self._memory.adoptable(candidate))
+        shortage = memory.num_needed_blocks(candidate, frugal=is_head) - self._room(candidate)
         if shortage > 0 and not is_head and not self._can_free(shortage, [*self._holders(candidate), *victims], adopted):
             return False
         if no_seat:
             self._take_seat(candidate, victims[0])
-        return self._reclaim(candidate, min(needed, num_first_blocks), "start", adopted)
+
+        def wanted() -> int:
+            return min(memory.num_needed_blocks(candidate, frugal=is_head), num_first_blocks + memory.num_cached_hits(candidate))
+
+        return self._reclaim(candidate, wanted, "start", adopted)
 
     def resume(self, candidate: Sequence) -> None:
         """A sequence runs from here on: its KV is on the device, or the next forward waits for it."""
@@ -162,7 +168,7 @@ class Preemption:
                     if block < 0 or block in keep:
                         continue
                     references[block] = references.get(block, 0) + 1
-                    num_freed += references[block] == pool.count(block)
+                    num_freed += references[block] == pool.count(block) - pool.num_leaving_with(block)
             if num_freed >= num_blocks:
                 return True
         return False
@@ -181,9 +187,13 @@ class Preemption:
 
     # --- how -------------------------------------------------------------------------------------------
 
-    def _reclaim(self, needy: Sequence, num_blocks: int, reason: PreemptionReason, keep: dict[BlockId, None]) -> bool:
-        """Makes `num_blocks` blocks obtainable. False if that is not possible now; for all but the head, nobody yields then."""
-        pool = self._memory.pool
+    def _reclaim(self, needy: Sequence, wanted: Callable[[], int], reason: PreemptionReason, keep: dict[BlockId, None]) -> bool:
+        """Makes as many blocks obtainable as are wanted. False if that is not possible now; for all but the head, nobody yields then.
+
+        What is wanted grows where somebody gives up more than asked for: blocks in `keep` that nobody refers to any more are
+        obtainable, and taken over by the needy one.
+        """
+        pool, num_blocks = self._memory.pool, wanted()
         if num_blocks <= pool.num_obtainable:
             return True
         holders, victims = self._holders(needy), self._victims(needy)
@@ -192,24 +202,33 @@ class Preemption:
         num_slots = self._swapping.swap.num_obtainable
         looked_at: dict[int, Offer] = {}
         for holder in holders:
-            missing = num_blocks - pool.num_obtainable
+            missing = wanted() - pool.num_obtainable
             if missing <= 0:
                 break
             self._ask(self._offer(holder, missing, keep), looked_at)
-        while (missing := num_blocks - pool.num_obtainable) > 0 and victims:
+        while (missing := wanted() - pool.num_obtainable) > 0 and victims:
             chosen, offers = self._choose(victims, missing, keep)
             looked_at |= {offer.sequence.seq_id: offer for offer in offers}
             victims.remove(chosen.sequence)
             holders.insert(0, chosen.sequence)
             self.stop(chosen.sequence)
             self._ask(self._offer(chosen.sequence, missing, keep, was_running=True), looked_at)
-        for holder in holders:  # what several of them share is freed only when the last one gives it up
-            missing = num_blocks - pool.num_obtainable
-            if missing <= 0:
-                break
-            self._ask(self._offer(holder, missing, keep, shared=True), looked_at)
+        while self._reclaim_shared(holders, wanted, keep, looked_at):
+            pass
         self._record(needy, reason, num_blocks, list(looked_at.values()), num_slots)
-        return pool.num_obtainable >= num_blocks
+        return pool.num_obtainable >= wanted()
+
+    def _reclaim_shared(self, holders: list[Sequence], wanted: Callable[[], int], keep: dict[BlockId, None], looked_at: dict[int, Offer]) -> bool:
+        """What several of them share is freed only when the last one gives it up. True if that was of some use, and more is wanted."""
+        num_given = 0
+        for holder in holders:
+            missing = wanted() - self._memory.pool.num_obtainable
+            if missing <= 0:
+                return False
+            offer = self._offer(holder, missing, keep, shared=True)
+            num_given += len(offer.tail.entries)
+            self._ask(offer, looked_at)
+        return num_given > 0
 
     def _ask(self, offer: Offer, looked_at: dict[int, Offer]) -> None:
         """Takes what a sequence that does not run offers, the cheaper way."""

@@ -288,7 +288,7 @@ class SchedulerProcess:
         blocks = tuple((BlockId(number), key) for number, key in self._directory.blocks.entries())
         slots = tuple((SwapSlotId(number), key) for number, key in self._directory.slots.entries())
         log.info("kv_adopted", blocks=len(blocks), swap_slots=len(slots))
-        return Adopt(blocks, slots)
+        return Adopt(blocks, slots, expendable_blocks=tuple(BlockId(number) for number in self._directory.blocks.expendable()))
 
     def _on_core(self, core: SchedulerCore) -> None:
         """A core is about to get its first event. It counts from zero, and so do we."""
@@ -361,8 +361,7 @@ class SchedulerProcess:
         self._num_dropped += self._peers.take_dropped()
         seconds = {**snapshot.step_seconds, "schedule": self._schedule_s}
         snapshot = msgspec.structs.replace(snapshot, step_seconds=seconds, dropped_messages=snapshot.dropped_messages + self._num_dropped)
-        for index in self._peers.told():
-            self._peers.send_frontend(index, snapshot)
+        self._peers.send_snapshot(snapshot)
         if self._log is not None:
             try:
                 self._log.flush()
@@ -385,6 +384,7 @@ class SchedulerProcess:
             max_num_seqs=config.max_num_seqs,
             deterministic=all(ready.deterministic for ready in self._ready.values()),
             worker_incarnation=self._peers.incarnation("worker", 0),
+            groups=config.groups,
         )
         for index in untold:
             self._peers.tell_ready(index, ready)

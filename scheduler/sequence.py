@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterator
 from enum import Enum
 
 from kvstore.block_table import BlockTable
 from pagemill.keys import KEY_BYTES, block_key
-from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, PlanId, SeqId, SequenceKey, Suspicion, SwapSlotId, unpack_ids
+from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, BlockId, PlanId, SeqId, SequenceKey, Suspicion, SwapSlotId, unpack_ids
 
 
 class Status(Enum):
@@ -175,6 +176,19 @@ class Sequence:
     def num_device_blocks(self) -> int:
         """Blocks held on the device, over all groups; those on their way included."""
         return self.num_table_blocks - self.num_absent
+
+    def entries_from_end(self, num_blocks: int) -> Iterator[tuple[int, int, BlockId]]:
+        """(block index, group, entry) of the first `num_blocks` of each table, last ones first, but for those behind a window.
+
+        What has passed all windows is not even looked at, however long the context is.
+        """
+        while num_blocks > 0:
+            tables = [(group, table.ids, table.num_behind) for group, table in enumerate(self.tables) if table.num_behind < num_blocks]
+            first = max((num_behind for _, _, num_behind in tables), default=num_blocks)
+            for index in range(num_blocks - 1, first - 1, -1):
+                for group, ids, _ in tables:
+                    yield index, group, BlockId(ids[index])
+            num_blocks = first if tables else 0
 
     @property
     def is_present(self) -> bool:

@@ -7,8 +7,9 @@
        ends the search, so nobody is overtaken for want of memory
 
 The head is the first sequence that may run; it gets at least one token in every step unless its KV is on the
-way from the arena. A sequence whose blocks are on the way, or whose next block one ahead of it is computing,
-waits for them; others may pass it meanwhile. It knows nothing of rows, messages or workers.
+way from the arena, or a plan in flight is going to give back the blocks that it lacks. A sequence whose blocks are
+on the way, or whose next block one ahead of it is computing, waits for them; others may pass it meanwhile. It knows
+nothing of rows, messages or workers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from kvstore.block_table import blocks_for
 from pagemill.messages import NO_PLAN, NO_ROW, PlanId
 from scheduler.core_config import CoreConfig
+from scheduler.early_copies import EarlyCopies
 from scheduler.kv_memory import KvMemory
 from scheduler.policies import Policy
 from scheduler.preemption import Preemption
@@ -42,12 +44,15 @@ class PlannedSlice(msgspec.Struct, frozen=True, gc=False):
 class StepBuilder:
     """Builds the slices of one step. Starting and preempting sequences, and transfers, are its side effects."""
 
-    def __init__(self, config: CoreConfig, policy: Policy, queues: Queues, memory: KvMemory, swapping: Swapping, preemption: Preemption) -> None:
+    def __init__(
+        self, config: CoreConfig, policy: Policy, queues: Queues, memory: KvMemory, swapping: Swapping, early_copies: EarlyCopies, preemption: Preemption
+    ) -> None:
         self._config = config
         self._policy = policy
         self._queues = queues
         self._memory = memory
         self._swapping = swapping
+        self._early_copies = early_copies
         self._preemption = preemption
         self._longest = min(config.max_model_len, memory.capacity_tokens())
         self._slices: dict[int, PlannedSlice] = {}
@@ -90,7 +95,7 @@ class StepBuilder:
             self._plan(sequence)
         if head_fits:
             self._start_candidates(admits)
-            self._swapping.copy_early(self._likely_victims())
+            self._early_copies.make(self._likely_victims())
         return list(self._slices.values())
 
     def forget(self, sequence: Sequence) -> None:

@@ -3,11 +3,10 @@
     give_up     a sequence that does not run frees blocks, last ones first: copied out, or dropped to be computed again
     bring_in    its blocks come back: at once if that takes little of a step, else beside the forwards, first ones first
     adopt       a prefix that the arena still has is taken over, if fetching it is cheaper than computing it
-    copy_early  while blocks run short, clean copies are made of what will have to go next
 
 Full confirmed blocks have a name in the arena (`Sequence.copy_key`), so equal content lies there once, a copy
-made early serves the preemption that comes later, and what was brought back stays behind as a clean copy
-that may be dropped. A partly filled last block has no name and belongs to its sequence alone. Who gives up how
+made early (`early_copies`) serves the preemption that comes later, and what was brought back stays behind as a clean
+copy that may be dropped. A partly filled last block has no name and belongs to its sequence alone. Who gives up how
 much, and which way, is decided in `preemption`.
 """
 
@@ -25,13 +24,8 @@ from scheduler.rates import PrefillRate
 from scheduler.sequence import Sequence
 from scheduler.transfers import TransferInFlight, Transfers
 
-#: How often a cached block that is copied before it is overwritten is expected to be wanted again.
-_HITS_EXPECTED = 1 / 4
 #: Sequences whose copies together take no more than this share of a step run in the very next one, whose forward waits for them.
 _HURRY_SHARE = 0.2
-#: The low-water mark of free blocks: a share of the pool, within these bounds. Each plan looks at no more blocks than that.
-_LOW_WATER_SHARE = 1 / 16
-_LOW_WATER = (4, 64)
 
 
 @dataclass(slots=True)
@@ -55,17 +49,15 @@ class Swapping:
         self.transfers = Transfers(config, memory.pool, self.swap)
         self.plan_id: PlanId = NO_PLAN  #: of the plan being built
         self.num_moved_tokens = 0
-        self.num_early_copies = 0
         self.num_arena_hit_tokens = 0
         #: Told of a running sequence that computes on what has not come; it must have stopped afterwards.
         self.on_lost: Callable[[Sequence], None] = lambda sequence: None
         self._prefill = prefill
         self._always_fetch = config.preemption == "swap"
         self._block_bytes, self._block_size = config.block_bytes, config.block_size
-        self._low_water = max(_LOW_WATER[0], min(_LOW_WATER[1], int(config.num_blocks * _LOW_WATER_SHARE)))
         #: Positions that are moved are counted by the blocks of this group.
         self._counted_group = next((number for number, group in enumerate(config.groups) if not group.window), 0)
-        memory.on_evict, memory.on_behind = self._save_evicted, self._release_behind
+        memory.on_behind = self._release_behind
         memory.on_overwrite = lambda transfer_id: self.transfers.make_urgent(transfer_id, self.plan_id)
 
     # --- giving up -------------------------------------------------------------------------------------
@@ -73,30 +65,26 @@ class Swapping:
     def tail(self, sequence: Sequence, num_blocks: int, keep: dict[BlockId, None], *, shared: bool = False) -> Tail:
         """The last entries of the sequence that free `num_blocks` blocks, or as many as it can.
 
-        Blocks that running sequences or transfers use are no help, nor are those in `keep`. With `shared`,
-        entries are included that free nothing yet, because another sequence that does not run has them too.
+        Blocks that running sequences or transfers use are no help, nor are those in `keep`. With `shared`, entries
+        are included that free nothing yet, because another sequence that does not run has them too: as many as are wanted.
         """
         pool, own = self.memory.pool, 0 if sequence.holds_weakly else 1
         tail = Tail()
-        for index in range(len(sequence.tables[0]) - 1, -1, -1):
-            for group, table in enumerate(sequence.tables):
-                if index < table.num_behind:
-                    continue
-                block = table[index]
-                if tail.num_freed >= num_blocks:
-                    return tail
-                if block == NONE or block in keep or pool.num_strong(block) > own:
-                    continue
-                if pool.count(block) == 1:
-                    tail.num_freed += 1
-                elif not shared:
-                    continue
-                tail.entries.append((index, group))
+        for index, group, block in sequence.entries_from_end(len(sequence.tables[0])):
+            if tail.num_freed >= num_blocks or (shared and len(tail.entries) >= num_blocks):
+                break
+            if block == NONE or block in keep or pool.num_strong(block) - pool.num_leaving_with(block) > own:
+                continue
+            if pool.count(block) - pool.num_leaving_with(block) == 1:
+                tail.num_freed += 1
+            elif not shared:
+                continue
+            tail.entries.append((index, group))
         return tail
 
     def num_without_copy(self, sequence: Sequence, tail: Tail) -> int:
         """Blocks of the tail that would have to be copied out."""
-        return sum(self._copy_of(sequence, index, group) is None for index, group in tail.entries)
+        return sum(self.copy_of(sequence, index, group) is None for index, group in tail.entries)
 
     def give_up(self, sequence: Sequence, tail: Tail, *, swap: bool) -> int:
         """Carries it out for a sequence that does not run. Returns how many blocks became obtainable; what was counted on in vain stays."""
@@ -153,7 +141,7 @@ class Swapping:
         pool = self.memory.pool
         missing: list[tuple[int, int]] = []
         for index, group in tail.entries:  # first hold on to the copies that exist, or making room for the others may drop them
-            slot = self._copy_of(sequence, index, group)
+            slot = self.copy_of(sequence, index, group)
             if slot is None:
                 missing.append((index, group))
                 continue
@@ -226,7 +214,7 @@ class Swapping:
         """Orders what may be ordered now. True if the sequence can run in the plan being built."""
         hurry = self._may_hurry(sequence) and sequence.num_absent <= self.memory.pool.num_obtainable
         for group, table in enumerate(sequence.tables):
-            index = table.first_absent()
+            index = table.first_absent(table.num_behind)
             while index < len(table):
                 if not self._bring_in_block(sequence, index, group, hurry):
                     break
@@ -310,85 +298,9 @@ class Swapping:
             if indices:
                 self.truncate(sequence, min(indices) * self._block_size)
 
-    # --- copies ahead of need --------------------------------------------------------------------------
-
-    def copy_early(self, likely_victims: Iterable[Sequence]) -> None:
-        """Below the low-water mark of free blocks: copies of the confirmed blocks that will have to go next, within the link's budget.
-
-        Those are the cached ones in the order in which they will be overwritten, then the ends of the sequences
-        that may have to yield. Only as many are looked at as the mark asks for, and as half of the slots that can be
-        had, so that copies do not push each other out and an idle engine comes to rest.
-        """
-        pool = self.memory.pool
-        window = min(self._low_water - pool.num_free, self.swap.num_obtainable // 2)
-        budget = self.transfers.budget("out")
-        if window <= 0 or budget <= 0:
-            return
-        cached = list(pool.oldest_cached(window)) if self._worth_saving() else []
-        for block in cached:
-            key = None if pool.is_expendable(block) else pool.index.key_of(block)
-            if key is not None and self.swap.index.find(key) is None and budget > 0:
-                budget -= self._copy_early(block, key)
-        window -= len(cached)
-        for sequence in likely_victims:
-            if window <= 0 or budget <= 0:
-                return
-            looked_at, num_ordered = self._copy_sequence_early(sequence, window, budget)
-            window, budget = window - looked_at, budget - num_ordered
-
-    def _copy_sequence_early(self, sequence: Sequence, window: int, budget: int) -> tuple[int, int]:
-        """Returns how many blocks it could give up were looked at, and how many copies were ordered."""
-        pool, num_looked_at, num_ordered = self.memory.pool, 0, 0
-        for index in range(sequence.num_computed_tokens // self._block_size - 1, -1, -1):
-            for group, table in enumerate(sequence.tables):
-                if num_looked_at >= window or num_ordered >= budget:
-                    return num_looked_at, num_ordered
-                block = table[index]
-                if block < 0 or pool.count(block) > 1:
-                    continue  # behind the window, in the arena, shared, or being copied
-                num_looked_at += 1
-                if self._copy_of(sequence, index, group) is None:
-                    num_ordered += self._copy_early(block, sequence.copy_key(index, group))
-        return num_looked_at, num_ordered
-
-    def _copy_early(self, block: BlockId, key: bytes) -> int:
-        slot = self._slot_for_cache(key)
-        if slot is None:
-            return 0
-        self.transfers.order_out(block, slot, holds_block=True)
-        self.swap.release(slot)  # only the transfer refers to it
-        self.num_early_copies += 1
-        return 1
-
-    def _save_evicted(self, block: BlockId) -> None:
-        """A cached block is about to be overwritten: its content goes to the second level, unless it is there already."""
-        if self.swap.total == 0 or self.memory.pool.is_expendable(block):
-            return
-        key = self.memory.pool.index.key_of(block)
-        if key is None or self.swap.index.find(key) is not None or not self._worth_saving():
-            return
-        slot = self._slot_for_cache(key)
-        if slot is not None:
-            transfer = self.transfers.order_out(block, slot, holds_block=False)
-            self.swap.release(slot)
-            self.memory.pool.leave_cached(block, transfer.transfer_id)
-
-    def _slot_for_cache(self, key: bytes) -> SwapSlotId | None:
-        if self.swap.num_obtainable == 0:
-            return None
-        slot = self.swap.allocate()
-        self.swap.index.insert(key, slot)
-        return slot
-
-    def _worth_saving(self) -> bool:
-        """Of a long prefix a hit takes a block from each full group, and from windows only the last ones."""
-        num_bytes = max(1, self.memory.num_full_groups) * self._block_bytes
-        copies_s = self.transfers.rates["out"].seconds(num_bytes) + self.transfers.rates["in"].seconds(num_bytes)
-        return self._always_fetch or copies_s < _HITS_EXPECTED * self._prefill.seconds(0, self._block_size)
-
     # --- small -----------------------------------------------------------------------------------------
 
-    def _copy_of(self, sequence: Sequence, index: int, group: int) -> SwapSlotId | None:
+    def copy_of(self, sequence: Sequence, index: int, group: int) -> SwapSlotId | None:
         """The slot that has this block's content, or will have it when a transfer under way is done."""
         held = sequence.slots[group].get(index)
         if held is not None or not self._is_confirmed(sequence, index):

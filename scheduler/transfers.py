@@ -59,6 +59,7 @@ class Transfers:
         self._in_flight: dict[int, TransferInFlight] = {}  #: oldest first, ordered ones included
         self._num_background: dict[Direction, int] = {"out": 0, "in": 0}
         self._next_id = 1
+        self.num_early_copies = 0
         self.nothing_runs = False  #: no sequence runs, so no forward could be disturbed
         self.step_s = _FIRST_STEP_S  #: what a step takes, a moving average
 
@@ -78,6 +79,7 @@ class Transfers:
         """Copies a block into a slot. `holds_block`: the copy is early, nobody may overwrite the block until it is done."""
         transfer = self._order("out", block, slot, holds_block)
         self._swap.fill(slot, transfer.transfer_id)
+        self.num_early_copies += holds_block
         return transfer
 
     def order_in(self, slot: SwapSlotId, block: BlockId, sequence: Sequence, group: int, index: int) -> TransferInFlight:

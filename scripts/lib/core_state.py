@@ -3,12 +3,15 @@
 Blocks, slots, plans and transfers are renamed in the order in which they are met, and what only the workers see
 (rows, what they were sent) or only people do (counters, decisions, prices of the past) is left out. Time is
 left out too, so a core is only comparable in this way while its patience is out of play (see `model_check`).
+Content that nobody will ask for again is like any other of that kind: an *outlook* says what may be asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice, takewhile
 from typing import Any
 
 import msgspec
@@ -22,9 +25,24 @@ from scheduler.sequence import Sequence
 _MANY_PREEMPTIONS = 3
 
 
-def state_key(core: SchedulerCore) -> bytes:
-    """Equal for states that differ only in names and in the past."""
-    return blake2b(_encode(list(_parts(core))), digest_size=12).digest()
+@dataclass(frozen=True)
+class Outlook:
+    """What is going to matter to a core. Whoever knows nothing of the future expects everything."""
+
+    wanted: Container[bytes] | None = None  #: keys of blocks that live sequences and those to come may have; None: any
+    saves: bool = True  #: cached blocks may be copied before they are overwritten, whether or not anybody will want them
+
+    def is_wanted(self, key: bytes | None) -> bool:
+        return self.saves or self.wanted is None or key in self.wanted
+
+    def name(self, key: bytes | None) -> bytes:
+        """What tells a place with this key from others: nothing, where nobody asks for it."""
+        return b"" if key is None else key if self.is_wanted(key) else b"unwanted"
+
+
+def state_key(core: SchedulerCore, outlook: Outlook = Outlook()) -> bytes:
+    """Equal for states that differ only in names, in the past, and in what does not matter any more."""
+    return blake2b(_encode(list(_parts(core, outlook))), digest_size=12).digest()
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -40,13 +58,13 @@ class _Names:
         return number if number < 0 else self.of.setdefault(number, len(self.of))
 
 
-def _parts(core: SchedulerCore) -> Iterator[Any]:
+def _parts(core: SchedulerCore, outlook: Outlook) -> Iterator[Any]:
     blocks, slots, transfers = _Names(), _Names(), _Names()
     memory, swapping = core.memory, core.swapping
-    next_plan = core._next_plan_id
+    next_plan, has_windows = core._next_plan_id, any(group.window for group in core.config.groups)
     yield core._next_seq_id
     for sequence in core.queues:
-        yield _sequence(sequence, blocks, slots, transfers, next_plan)
+        yield _sequence(sequence, blocks, slots, transfers, next_plan, has_windows)
     for plan in core.plans:
         yield [plan.plan_id - next_plan, plan.ranks_left]
         for slice_ in plan.slices:
@@ -64,21 +82,21 @@ def _parts(core: SchedulerCore) -> Iterator[Any]:
             blocks(transfer.block),
             slots(transfer.slot),
             transfer.holds_block,
-            transfer.needed_by == NO_PLAN,
+            transfer.needed_by - next_plan if transfer.needed_by != NO_PLAN else 0,
             transfer.ranks_left,
             transfer.ok,
             [owner, transfer.group, transfer.index] if is_wanted else 0,
         ]
     yield sorted((key, sequence.seq_id) for key, sequence in memory.announced().items())
-    yield list(_pool(memory.pool, blocks, next_plan))
+    yield list(_pool(memory.pool, blocks, next_plan, outlook))
     yield [[blocks(block), transfers(number)] for block, number in memory.pool._departing.items()]
     yield [[blocks(block), transfers(number)] for block, number in memory.pool._copied.items()]
     yield [memory.pool.num_strong(block) for block in blocks.of]  # type: ignore[arg-type]
-    yield list(_pool(swapping.swap, slots, next_plan))
+    yield list(_pool(swapping.swap, slots, next_plan, outlook, num_taken_first=_num_unwanted_first(swapping.swap, outlook)))
     yield [[slots(slot), transfers(number)] for slot, number in swapping.swap.filling().items()]
 
 
-def _sequence(sequence: Sequence, blocks: _Names, slots: _Names, transfers: _Names, next_plan: int) -> list[Any]:
+def _sequence(sequence: Sequence, blocks: _Names, slots: _Names, transfers: _Names, next_plan: int, has_windows: bool) -> list[Any]:
     return [
         sequence.seq_id,
         sequence.status.value,
@@ -92,16 +110,21 @@ def _sequence(sequence: Sequence, blocks: _Names, slots: _Names, transfers: _Nam
         sequence.row == NONE,
         0 if sequence.is_cacheable else sequence.num_highest_computed,
         min(sequence.num_preemptions, _MANY_PREEMPTIONS),
+        sequence.num_found_blocks if has_windows else 0,
         [[blocks(block) for block in table] for table in sequence.tables],
         [[[index, slots(slot)] for index, slot in held.items()] for held in sequence.slots],
         sorted((place, transfers(number)) for place, number in sequence.arriving.items()),
     ]
 
 
-def _pool(pool: IdPool[Any], names: _Names, next_plan: int) -> Iterator[Any]:
-    """Free ones are as good as each other; cached and fenced ones come in their order."""
-    yield len(pool._free)
-    yield [[names(number), is_expendable] for number, is_expendable in pool._cached.items()]
+def _num_unwanted_first(pool: IdPool[Any], outlook: Outlook) -> int:
+    """Cached ones that will be overwritten before all others, and asked for by nobody."""
+    return sum(1 for _ in takewhile(lambda number: not outlook.is_wanted(pool.index.key_of(number)), pool._cached))
+
+
+def _pool(pool: IdPool[Any], names: _Names, next_plan: int, outlook: Outlook, num_taken_first: int = 0) -> Iterator[Any]:
+    """Free ones are as good as each other, and so are the first of the cached ones if told so; the others and fenced ones come in their order."""
+    yield len(pool._free) + num_taken_first
+    yield [[names(number), is_expendable and outlook.saves] for number, is_expendable in islice(pool._cached.items(), num_taken_first, None)]
     yield [[names(number), fence - next_plan] for number, fence in pool._fenced.items()]
-    keys: Mapping[int, bytes] = {number: key for key, number in pool.index.entries().items()}
-    yield [[pool.count(number), keys.get(number, b"")] for number in names.of]
+    yield [[pool.count(number), outlook.name(pool.index.key_of(number))] for number in names.of]

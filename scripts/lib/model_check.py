@@ -3,8 +3,9 @@
 A *world* is a core's limits and a few requests. From each state every event that could come next is tried:
 the next request arrives, any request is aborted, a turn, the oldest plan is done with each row drawing a token
 or its last one, any copy under way is done. Where the core asks for a price, both answers are tried, so each
-victim is swapped and is recomputed, and each prefix in the arena is fetched and is not. States that differ in
-names only are one (`core_state`). Three laws are checked:
+victim is swapped and is recomputed, and each prefix in the arena is fetched and is not. States that differ only in
+names and in what nobody will ask for again are one (`core_state`); that this hides nothing is seen by expanding
+*twins* as well, states that were taken for one seen before. Three laws are checked:
 
     the books balance in every state (`scheduler.invariants`), and at the end nothing is held
     no state is dead: from each one, all its requests can still finish without an abort
@@ -17,19 +18,20 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pagemill.keys import prefix_keys, root_key
-from pagemill.messages import AbortRequest, AddRequest, Event, Limits, RowResult, SamplingParams, SequenceKey, StepDone, TransferDone, Turn, pack_ids
+from pagemill.messages import AbortRequest, AddRequest, Event, Limits, RowResult, SamplingParams, SeqId, SequenceKey, StepDone, TransferDone, Turn, pack_ids
 from scheduler import preemption
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.invariants import InvariantError, check
 from scheduler.preemption import Offer
+from scheduler.sequence import Sequence
 from scripts.lib.core_snapshot import Snapshot
-from scripts.lib.core_state import state_key
+from scripts.lib.core_state import Outlook, state_key
 
 #: The token that ends a request.
 LAST_TOKEN = 1
@@ -60,6 +62,14 @@ class World:
     failures: bool = False  #: copies may fail
     saves: bool = False  #: cached blocks are worth a copy before they are overwritten
 
+    def keys(self, number: int) -> Iterator[bytes]:
+        """What blocks may be called, on the device and in the arena, that hold the tokens of a request and those that it may draw."""
+        sequence = Sequence(SeqId(number + 1), self.event(number), now=0.0, block_size=self.config.block_size, num_groups=len(self.config.groups))
+        sequence.token_ids.extend([token_of(sequence)] * sequence.limits.max_tokens)
+        for index in range(sequence.num_tokens // self.config.block_size):
+            for group in range(len(self.config.groups)):
+                yield sequence.copy_key(index, group)
+
     def event(self, number: int) -> AddRequest:
         request, size = self.requests[number], self.config.block_size
         # The last block lacks a token unless blocks have only one: so there are partly filled blocks.
@@ -80,6 +90,11 @@ class World:
         )
 
 
+def token_of(sequence: Sequence) -> int:
+    """What a sequence draws until its last token: always the same, and no other sequence does."""
+    return 2 + sequence.seq_id
+
+
 class LawBroken(Exception):
     """With the way there."""
 
@@ -91,6 +106,7 @@ class Report:
     num_states: int = 0
     num_transitions: int = 0
     num_final: int = 0
+    num_twins: int = 0  #: expanded, and found to lead to the same states
     is_complete: bool = True
     chosen: dict[str, int] = field(default_factory=dict)  #: answers tried, by what was asked
 
@@ -139,18 +155,24 @@ def _timeless(patience: bool) -> Iterator[None]:
 class Explorer:
     """Explores one world, depth first."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, twins_every: int = 0) -> None:
+        """`twins_every`: of the transitions to states that are known, each so manyth is looked at for what it hides; 0: none."""
         self.world = world
+        self._twins_every = twins_every
         self.report = Report()
         self.core = SchedulerCore(world.config)
         self.core.preemption.decisions.record = lambda decision: None  # type: ignore[method-assign]
         self._prices = _Prices(self.core, self.report.chosen)
-        self.core.swapping._worth_saving = lambda: world.saves  # type: ignore[method-assign]
+        self.core.early_copies._is_worth_saving = lambda: world.saves  # type: ignore[method-assign]
+        self._outlooks: dict[tuple[int, ...], Outlook] = {}  #: by the requests that are alive or to come
         self._numbers: dict[bytes, int] = {}  #: of states, by their keys
         self._came_from: list[tuple[int, Step]] = []
         self._from, self._to = array("I"), array("I")  #: transitions that are no aborts
         self._final: list[int] = []
         self._pending: list[tuple[int, Snapshot]] = []
+        self._num_known = 0  #: transitions to states that were known
+        self._twins: list[tuple[int, Step, int, Snapshot]] = []  #: how they were reached, and the number of the state that they were taken for
+        self._successors: dict[int, set[tuple[str, int]]] = {}  #: by state, if there are twins: what can happen, and where it leads to
 
     def explore(self, max_states: int = 10**9) -> Report:
         """Raises LawBroken. With fewer states than there are, only the laws of single states are checked."""
@@ -158,6 +180,9 @@ class Explorer:
             self._reached(0, ("start", 0, ()))
             while self._pending and len(self._numbers) < max_states:
                 self._expand(*self._pending.pop())
+            if not self._pending:
+                for twin in self._twins:
+                    self._check_twin(*twin)
         report = self.report
         report.num_states, report.num_final = len(self._numbers), len(self._final)
         report.is_complete = not self._pending
@@ -173,26 +198,35 @@ class Explorer:
         """Tries everything that can come next."""
         snapshot.restore()
         can_move, is_live = False, bool(self.core.sequences)
+        successors: set[tuple[str, int]] = set()
+        for step in self._steps(number, snapshot):
+            target = self._reached(number, step)
+            successors.add((step[0], target))
+            can_move |= self._note(number, step[0], target)
+        if self._twins_every:
+            self._successors[number] = successors
+        if is_live and not can_move:
+            snapshot.restore()
+            raise LawBroken(f"{self.world.name}: nothing can happen any more\n{self._story(number)}")
+
+    def _steps(self, number: int, snapshot: Snapshot) -> Iterator[Step]:
+        """All that can come next, one after the other: when it is yielded, it has happened."""
+        snapshot.restore()
         for name, choice in self._events():
             answers: list[tuple[int, ...]] = [()]
             while answers:
                 told = answers.pop()
                 snapshot.restore()
-                can_move |= self._try(number, (name, choice, told))
+                self._prices.begin(told)
+                try:
+                    self.core.handle(self._event(name, choice), 0.0)
+                except Exception as error:
+                    raise LawBroken(f"{self.world.name}: {error!r}\n{self._story(number)}\n{name} {choice} {told}") from error
+                yield name, choice, told
                 answers += [(*told, *[0] * (asked - len(told)), 1) for asked in range(len(told), self._prices.num_asked)]
-        if is_live and not can_move:
-            snapshot.restore()
-            raise LawBroken(f"{self.world.name}: nothing can happen any more\n{self._story(number)}")
 
-    def _try(self, number: int, step: Step) -> bool:
+    def _note(self, number: int, name: str, target: int) -> bool:
         """One transition. True if it leads to another state, and is no abort and no arrival."""
-        name, choice, answers = step
-        self._prices.begin(answers)
-        try:
-            self.core.handle(self._event(name, choice), 0.0)
-        except Exception as error:
-            raise LawBroken(f"{self.world.name}: {error!r}\n{self._story(number)}\n{step}") from error
-        target = self._reached(number, step)
         if target == number:
             return False
         self.report.num_transitions += 1
@@ -202,11 +236,22 @@ class Explorer:
         self._to.append(target)
         return name != "arrive"
 
+    def _check_twin(self, source: int, step: Step, number: int, snapshot: Snapshot) -> None:
+        """What was taken for a known state leads to the same states as that one."""
+        found = {(name, self._numbers.get(state_key(self.core, self._outlook()), -1)) for name, _, _ in self._steps(number, snapshot)}
+        self.report.num_twins += 1
+        if found != self._successors[number]:
+            hidden = sorted(found ^ self._successors[number])
+            raise LawBroken(f"{self.world.name}: states taken for one lead to different ones {hidden}\n{self._story(number)}{self._story(source)}\n{step}")
+
     def _reached(self, source: int, step: Step) -> int:
         """The number of the core's state. A new one is checked and noted."""
-        key = state_key(self.core)
+        key = state_key(self.core, self._outlook())
         number = self._numbers.get(key)
         if number is not None:
+            self._num_known += 1
+            if self._twins_every and self._num_known % self._twins_every == 0:
+                self._twins.append((source, step, number, Snapshot(self.core)))
             return number
         number = self._numbers[key] = len(self._numbers)
         self._came_from.append((source, step))
@@ -221,6 +266,15 @@ class Explorer:
                 raise LawBroken(f"{self.world.name}: blocks and slots {held} are held at the end\n{self._story(number)}")
         self._pending.append((number, Snapshot(self.core)))
         return number
+
+    def _outlook(self) -> Outlook:
+        """Content is wanted by requests that live or are to come, in as many tokens as they can have."""
+        alive = (*(key.request for key in self.core.sequences), *range(self._num_arrived(), len(self.world.requests)))
+        outlook = self._outlooks.get(alive)
+        if outlook is None:
+            wanted = frozenset(key for request in alive for key in self.world.keys(request))
+            outlook = self._outlooks[alive] = Outlook(wanted, self.world.saves)
+        return outlook
 
     def _is_final(self) -> bool:
         """All requests have come and gone, and nothing is under way."""
@@ -238,10 +292,10 @@ class Explorer:
         events = [("turn", 0)] if len(core.plans) < core.config.max_plans_in_flight else []
         if num_arrived == len(self.world.requests) and not core.sequences:
             # All have ended: in which order the rest is done makes no difference any more.
-            return [("step", 0)] if core.plans else [("copied", transfers[0].transfer_id)] if transfers else events
+            return [("copied", transfers[0].transfer_id)] if transfers else [("step", 0)] if core.plans else events
         if num_arrived < len(self.world.requests):
             events.append(("arrive", num_arrived))
-        if core.plans:
+        if core.plans and all(transfer.needed_by != core.plans[0].plan_id for transfer in transfers):  # workers tell of those before
             events += [("step", choice) for choice in range(2 ** len(self._drawing()))]
         for transfer in transfers:
             events += [(outcome, transfer.transfer_id) for outcome in (("copied", "not copied") if self.world.failures else ("copied",))]
@@ -252,7 +306,7 @@ class Explorer:
     def _drawing(self) -> list[RowResult]:
         """Results of the oldest plan for those that draw a token and still live."""
         pieces = [slice_ for slice_ in self.core.plans[0].slices if slice_.piece.sample and slice_.piece.sequence.key in self.core.sequences]
-        return [RowResult(slice_.row, slice_.row_version, "accepted", (2 + slice_.piece.sequence.seq_id,), (), "") for slice_ in pieces]
+        return [RowResult(slice_.row, slice_.row_version, "accepted", (token_of(slice_.piece.sequence),), (), "") for slice_ in pieces]
 
     def _event(self, name: str, choice: int) -> Event:
         epoch = self.core.config.epoch
@@ -318,7 +372,3 @@ class Explorer:
             number, (name, choice, answers) = self._came_from[number]
             steps.append(f"{name} {choice}" + (f" {list(answers)}" if answers else ""))
         return " → ".join(reversed(steps)) + f"\n{list(self.core.queues)}"
-
-
-def explore(worlds: Sequence[World], max_states: int = 10**9) -> list[Report]:
-    return [Explorer(world).explore(max_states) for world in worlds]

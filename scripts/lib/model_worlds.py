@@ -21,6 +21,8 @@ _URGENT_IN_PAIRS = (Request("ab", 6, priority=1), Request("ac", 4, priority=1), 
 #: A full group beside one that looks back to one block before the present one.
 _WINDOW = (KvGroup(), KvGroup(2))
 _WINDOW_IN_PAIRS = (KvGroup(), KvGroup(3))
+#: Both give up what they share, in the same plan, for one that needs nearly everything.
+_SHARING = (Request("abc", 3, priority=1), Request("abd", 3, priority=1), Request("efghi", 1))
 _PRIVATE = (Request("a", 4, is_cached=False), Request("ab", 3), Request("ac", 2))
 
 
@@ -31,6 +33,7 @@ def suite_worlds() -> list[World]:
         _world("grow, two plans", _GROWING, max_plans_in_flight=2),
         _world("two that grow, copies fail", _GROWING[:2], failures=True),
         _world("two that grow, a window, two plans", _GROWING[:2], groups=_WINDOW, num_blocks=8, max_plans_in_flight=2),
+        _world("grow, a window", _GROWING, groups=_WINDOW, num_blocks=8),
         _world("private", _PRIVATE, max_plans_in_flight=2, patience=True),
     ]
 
@@ -50,6 +53,8 @@ def all_worlds() -> list[World]:
         _world("grow, impatient", _GROWING, patience=True, max_plans_in_flight=2),
         _world("grow, pairs, two plans", _GROWING_IN_PAIRS, block_size=2, max_plans_in_flight=2),
         _world("urgent", _URGENT, **priority),
+        _world("two that share, an urgent one", _SHARING, num_blocks=6, num_swap_slots=6, **priority),
+        _world("urgent, windows alone", _URGENT, groups=_WINDOW[1:], num_blocks=3, max_plans_in_flight=2, **priority),
         _world("urgent, two plans", _URGENT, max_plans_in_flight=2, **priority),
         _world("urgent, impatient", _URGENT, patience=True, max_plans_in_flight=2, **priority),
         _world("urgent, pairs", _URGENT_IN_PAIRS, block_size=2, **priority),
@@ -58,7 +63,7 @@ def all_worlds() -> list[World]:
         _world("two that grow, saved when overwritten", _GROWING[:2], saves=True),
         _world("two that grow, saved when overwritten, two plans", _GROWING[:2], saves=True, max_plans_in_flight=2),
         _world("grow, saved when overwritten", _GROWING, saves=True, aborts=False, max_plans_in_flight=2),
-        _world("grow, a window", _GROWING, groups=_WINDOW, num_blocks=8),
+        _world("grow, a window, two plans", _GROWING, groups=_WINDOW, num_blocks=8, max_plans_in_flight=2),
     ]
 
 

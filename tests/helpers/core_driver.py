@@ -133,7 +133,8 @@ class CoreDriver:
     def _adopt(self) -> Adopt:
         directory = self._directory()
         blocks = tuple((BlockId(number), key) for number, key in directory.blocks.entries())
-        return Adopt(blocks, tuple((SwapSlotId(number), key) for number, key in directory.slots.entries()))
+        slots = tuple((SwapSlotId(number), key) for number, key in directory.slots.entries())
+        return Adopt(blocks, slots, expendable_blocks=tuple(BlockId(number) for number in directory.blocks.expendable()))
 
     def _directory(self) -> KvDirectory:
         config = self._config
@@ -293,3 +294,16 @@ class CoreDriver:
         for rejection in message.rejections:
             self.rejected[rejection.key] = rejection
             self.requests.pop(rejection.key, None)
+
+
+def break_core(driver: CoreDriver, name: str) -> None:
+    """Its next call of `handle` for an event of this name raises."""
+    core, handle = driver.core, driver.core.handle
+
+    def failing(event: Event, now: float) -> list[Effect]:
+        if type(event).__name__ == name:
+            raise ZeroDivisionError("planted")
+        return handle(event, now)
+
+    core.handle = failing  # type: ignore[method-assign]
+    driver.expects_failure = True

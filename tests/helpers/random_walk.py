@@ -330,7 +330,7 @@ class Walk:
         counts["requests"] = len(self.asked)
         counts["requests refused"] = len(self.driver.rejected)
         counts["came back after yielding"] = sum(core.counters.resume_seconds.values())
-        counts["copied ahead of need"] = core.swapping.num_early_copies
+        counts["copied ahead of need"] = core.swapping.transfers.num_early_copies
         counts["tokens found in the arena"] = core.swapping.num_arena_hit_tokens
         counts["tokens found on the device"] = core.memory.num_hit_tokens
         counts["tokens computed"] = core.counters.tokens_computed

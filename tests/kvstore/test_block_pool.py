@@ -204,22 +204,50 @@ def test_a_leaving_block_that_is_wanted_again_is_not_overwritten_before_its_copy
         pool.close_plan()
     pool.reference(block)
     assert (pool.count(block), pool.copied(), pool.num_leaving) == (2, {block: 7}, 0)
+    pool.close_plan()
     pool.release(block)
     assert pool.num_obtainable == 0
     pool.departed(block, 7)
     assert (pool.num_cached, pool.copied()) == (1, {})
 
 
-def test_a_shared_block_that_one_gives_up_is_held_by_the_copy_and_by_the_other() -> None:
+def shared() -> tuple[BlockPool, BlockId]:
+    """A pool of one block, which one of two has given up: it is being copied out by transfer 7 of the plan being built."""
     pool = BlockPool(1)
     block = pool.allocate()
     pool.reference(block)
     assert not pool.leave(block, 7)
-    assert (pool.count(block), pool.num_leaving, pool.copied()) == (2, 0, {block: 7})
+    assert (pool.count(block), pool.num_leaving, pool.copied(), pool.num_leaving_with(block)) == (2, 0, {block: 7}, 1)
+    return pool, block
+
+
+def test_a_shared_block_that_one_gives_up_is_held_by_the_copy_and_by_the_other() -> None:
+    pool, block = shared()
+    pool.close_plan()
+    assert pool.num_leaving_with(block) == 0
     pool.release(block)
     assert pool.num_obtainable == 0
     pool.departed(block, 7)
     assert pool.num_free == 1
+
+
+@pytest.mark.parametrize("is_weak", [False, True])
+def test_a_shared_block_is_leaving_when_the_last_one_gives_it_up_in_the_same_plan(is_weak: bool) -> None:
+    pool, block = shared()
+    if is_weak:
+        pool.weaken(block)
+        pool.strengthen(block)
+    pool.release(block)
+    assert (pool.num_obtainable, pool.num_leaving, pool.copied()) == (1, 1, {})
+    assert pool.take_leaving() == (block, 7)
+    pool.departed(block, 7)
+    assert pool.count(block) == 1, "the copy is done, but somebody else has the block by now"
+
+
+def test_a_block_that_a_plan_in_flight_reads_waits_for_that_plan_though_its_copy_was_ordered_now() -> None:
+    pool, block = shared()
+    pool.release(block, PlanId(3))
+    assert pool.num_obtainable == 0
 
 
 def test_a_cached_block_leaves_before_it_is_overwritten() -> None:

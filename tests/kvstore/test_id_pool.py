@@ -67,6 +67,13 @@ def test_what_is_expendable_goes_first_the_last_of_it_before_all_until_somebody_
     assert not pool.is_expendable(numbers["a"]), "another still refers to it"
 
 
+def test_what_is_adopted_is_as_expendable_as_it_was() -> None:
+    pool = IdPool[int](6)
+    assert pool.adopt([(0, b"a"), (2, b"c"), (3, b"d"), (4, b"e"), (9, b"x")], expendable=[3, 2, 5, 9]) == 4
+    assert [pool.is_expendable(number) for number in range(6)] == [False, False, True, True, False, False]
+    assert list(pool.oldest_cached(6)) == [2, 3, 0, 4], "5 is free, and 9 does not exist"
+
+
 def test_the_oldest_cached_ones_are_those_that_go_next() -> None:
     pool, _ = pool_with_cached("abcd")
     expected = list(pool.oldest_cached(4))

@@ -111,6 +111,26 @@ def test_a_block_is_cleared_before_it_can_be_overwritten() -> None:
     assert directory.blocks.entries() == []
 
 
+def test_what_is_expendable_is_written_down_until_somebody_refers_to_it() -> None:
+    shared = memory()
+    directory = KvDirectory(shared, **GEOMETRY, pool_incarnation=0)
+    pool = BlockPool(4)
+    pool.index.mirror = directory.blocks
+    blocks = [pool.allocate() for _ in range(3)]
+    for key, block in zip(KEYS, blocks, strict=False):
+        pool.index.insert(key, block)
+        pool.release(block, expendable=block != blocks[0])
+    assert directory.blocks.expendable() == blocks[1:]
+    assert len(directory.blocks.entries()) == 3
+    pool.reference(blocks[1])
+    assert KvDirectory(shared, **GEOMETRY, pool_incarnation=0).blocks.expendable() == blocks[2:]
+    pool.release(blocks[1])
+    pool.forget(blocks[2])
+    assert directory.blocks.expendable() == []
+    directory.blocks.mark(blocks[2], is_expendable=True)
+    assert directory.blocks.entries() == [(blocks[0], KEYS[0]), (blocks[1], KEYS[1])], "what says nothing is not marked"
+
+
 def test_a_slot_is_written_down_when_its_copy_is_done_and_not_before() -> None:
     directory = KvDirectory(memory(), **GEOMETRY, pool_incarnation=0)
     swap = SwapSpace(3)

@@ -14,19 +14,19 @@ import pytest
 from pagemill.messages import AbortRequest, Preempt, SequenceKey, Turn
 from scheduler.core import SchedulerCore
 from scripts.lib.core_snapshot import Snapshot
-from scripts.lib.core_state import state_key
+from scripts.lib.core_state import Outlook, state_key
 from scripts.lib.model_check import Explorer, LawBroken, World
 from scripts.lib.model_worlds import suite_worlds
 
 WORLDS = {world.name: world for world in suite_worlds()}
-GROW, WINDOW = WORLDS["grow"], WORLDS["two that grow, a window, two plans"]
-GROW_BESIDE_A_WINDOW = replace(GROW, config=msgspec.structs.replace(GROW.config, groups=WINDOW.config.groups, num_blocks=8))
+GROW, GROW_BESIDE_A_WINDOW, WINDOW = (WORLDS[name] for name in ("grow", "grow, a window", "two that grow, a window, two plans"))
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
 def test_no_state_is_dead_or_out_of_balance_and_no_run_is_endless(world: World) -> None:
-    report = Explorer(world).explore()
+    report = Explorer(world, twins_every=40).explore()
     assert report.is_complete
+    assert report.num_twins > 50
     assert report.num_transitions > report.num_states > 1000
     assert report.num_final > 0
     assert min(report.chosen.get(name, 0) for name in ("swap", "recompute", "fetch a prefix", "compute a prefix")) > 0
@@ -64,6 +64,18 @@ def test_a_planted_fault_is_found_and_told_with_the_way_there(world: World, plan
     with pytest.raises(LawBroken, match=story) as broken:
         explorer.explore()
     assert "arrive 0 → " in str(broken.value)
+
+
+def test_states_that_do_not_behave_alike_and_are_taken_for_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_places(core: SchedulerCore, _: Outlook) -> bytes:
+        """How far everything is, and not where its KV lies."""
+        sequences = [(sequence.seq_id, sequence.status, sequence.num_tokens, sequence.num_computed_tokens) for sequence in core.queues]
+        return repr((core._next_seq_id, sequences, [plan.plan_id - core._next_plan_id for plan in core.plans], len(core.swapping.transfers))).encode()
+
+    monkeypatch.setattr("scripts.lib.model_check.state_key", without_places)
+    explorer = Explorer(replace(GROW, requests=GROW.requests[:2]), twins_every=1)
+    with pytest.raises(LawBroken, match="states taken for one lead to different ones"):
+        explorer.explore()
 
 
 def test_a_run_that_never_gets_anywhere_is_found() -> None:
@@ -110,3 +122,18 @@ def test_states_that_differ_in_names_and_past_only_are_one() -> None:
         core.handle(Turn(), 0.0)
         keys.append(state_key(core))
     assert keys[0] == keys[1]
+
+
+def test_what_nobody_asks_for_again_makes_no_difference_unless_it_is_saved() -> None:
+    keys: dict[tuple[bool, bool], list[bytes]] = {}
+    for content in (b"one", b"another"):
+        core = SchedulerCore(GROW.config)
+        for pool in (core.memory.pool, core.swapping.swap):
+            number = pool.allocate()
+            pool.index.insert(content, number)  # type: ignore[arg-type]
+            pool.release(number)  # type: ignore[arg-type]
+        for is_wanted in (False, True):
+            for saves in (False, True):
+                outlook = Outlook([b"one", b"another"] if is_wanted else [], saves)
+                keys.setdefault((is_wanted, saves), []).append(state_key(core, outlook))
+    assert {case for case, (one, another) in keys.items() if one == another} == {(False, False)}

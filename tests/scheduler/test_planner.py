@@ -12,7 +12,7 @@ from scheduler import preemption
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
-from tests.scheduler.test_swapping import assert_nothing_held, carry_out_all, finish_all, manual_driver, places, preempt, prompt, start
+from tests.helpers.swapping import assert_nothing_held, carry_out_all, finish_all, manual_driver, places, preempt, prompt, start
 
 VOCAB = 32
 

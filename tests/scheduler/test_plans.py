@@ -23,7 +23,7 @@ from pagemill.messages import (
     TransferDone,
 )
 from tests.helpers.core_driver import Answer, CoreDriver
-from tests.scheduler.test_core import VOCAB, expected, prompt
+from tests.helpers.prompts import VOCAB, expected, prompt
 
 
 def planned(num_workers: int = 2, **numbers: Any) -> CoreDriver:

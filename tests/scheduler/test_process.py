@@ -35,6 +35,7 @@ from pagemill.messages import (
     FrontendToScheduler,
     Hello,
     InstallRow,
+    KvGroup,
     LauncherToChild,
     Limits,
     PeerLost,
@@ -205,6 +206,15 @@ def test_a_worker_may_finish_what_a_former_scheduler_has_sent_it(tmp_path: Path)
         bench.hear(Ready)
 
 
+def test_frontends_are_told_the_geometry_that_the_workers_report(tmp_path: Path) -> None:
+    groups = (KvGroup(), KvGroup(window=64))
+    with scheduler(tmp_path) as bench:
+        worker, frontend = bench.worker(), bench.frontend(0)
+        worker.send(msgspec.structs.replace(READY, groups=groups))
+        told = wait_for(frontend, SchedulerReady)
+        assert (told.num_blocks, told.block_size, told.groups) == (READY.num_blocks, READY.block_size, groups)
+
+
 # --- frames that nobody should send ----------------------------------------------------------------------
 
 
@@ -251,6 +261,21 @@ def test_frames_that_are_malformed_replayed_or_misdirected_are_dropped_and_count
         wait_for(second, StatsSnapshot, lambda snapshot: snapshot.dropped_messages == expected + 1)
         assert state(second, 2).invariants.ok
         assert [sequence.num_tokens for sequence in state(second, 3).sequences] == [6], "the token counts once"
+
+
+def test_each_frontend_is_told_how_much_of_what_it_sent_is_counted(tmp_path: Path) -> None:
+    with scheduler(tmp_path) as bench:
+        worker, first, second = bench.worker(), bench.frontend(0), bench.frontend(1)
+        worker.send(READY)
+        for frontend in (first, second):
+            wait_for(frontend, SchedulerReady)
+            wait_for(frontend, StatsSnapshot, lambda snapshot: snapshot.requests_heard == 0)
+        for number in range(3):
+            first.send(add(SequenceKey(0, 1, number, 0)))
+        second.send(add(SequenceKey(1, 1, 1, 0)))
+        second.send(add(SequenceKey(1, 1, 1, 0)))  # once more: the same sequence, but sent
+        told = [wait_for(frontend, StatsSnapshot, lambda snapshot: snapshot.sequences_received == 4).requests_heard for frontend in (first, second)]
+        assert told == [3, 2]
 
 
 def test_a_frame_past_the_longest_reaches_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

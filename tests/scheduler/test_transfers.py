@@ -11,7 +11,7 @@ from scheduler.core_config import CoreConfig
 from scheduler.rates import LinkRate
 from scheduler.transfers import Transfers
 from tests.helpers.core_driver import CoreDriver
-from tests.scheduler.test_swapping import carry_out_all, finish_all, manual_driver, preempt, prompt, start
+from tests.helpers.swapping import carry_out_all, finish_all, manual_driver, preempt, prompt, start
 
 BLOCK = 1000
 
