@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pagemill.messages import KvGroup
+
+
+class PoolCapacity(NamedTuple):
+    """What a KV pool holds if all its sequences are of one length."""
+
+    tokens: int  #: places for them, in whole blocks
+    sequences: float
 
 
 def group_layers(windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -42,6 +50,15 @@ def peak_blocks(groups: Sequence[KvGroup], num_tokens: int, block_size: int, chu
 def longest_sequence(groups: Sequence[KvGroup], num_blocks: int, block_size: int, limit: int) -> int:
     """The most positions, up to `limit`, that one sequence can have in a pool of so many blocks, computed one at a time if need be."""
     return bisect_right(range(limit + 1), num_blocks, key=lambda num_tokens: peak_blocks(groups, num_tokens, block_size, chunk=1)) - 1
+
+
+def pool_capacity(groups: Sequence[KvGroup], num_blocks: int, block_size: int, num_tokens: int) -> PoolCapacity:
+    """What so many blocks hold of sequences of `num_tokens` positions, computed one at a time if need be.
+
+    Every position takes a place in each group without a window, but only the last ones take one in a group with a window.
+    """
+    one_sequence, whole = peak_blocks(groups, num_tokens, block_size, chunk=1), -(-num_tokens // block_size)
+    return PoolCapacity(tokens=num_blocks * block_size * whole // one_sequence, sequences=num_blocks / one_sequence)
 
 
 def _peak_blocks(group: KvGroup, num_tokens: int, block_size: int, chunk: int) -> int:

@@ -1,8 +1,8 @@
 """Where the memory of a CPU server will go, decided before anything is loaded. Pure.
 
-Weights, activations and overhead are estimated from the geometry, of all tensor-parallel ranks together, for they
-share the machine; what is left is shared between the KV pool, swap space and the rest of it. Then the longest
-sequence that fits is known. What cannot work is refused in one line that names the flag to change; what can work
+Weights, tables of positions, activations and overhead are estimated from the geometry, of all tensor-parallel ranks
+together, for they share the machine; what is left is shared between the KV pool, swap space and the rest of it. Then
+the longest sequence that fits is known. What cannot work is refused in one line that names the flag to change; what can work
 after a reduction is reduced, and says so.
 It must not know how memory is measured (`machine`), shown (`console`) or taken (the worker).
 """
@@ -14,7 +14,7 @@ from typing import Literal
 
 from pagemill.config import Device
 from pagemill.errors import UsageError
-from pagemill.kv_groups import longest_sequence, peak_blocks
+from pagemill.kv_groups import PoolCapacity, longest_sequence, peak_blocks, pool_capacity
 from pagemill.model_info import ModelInfo
 from pagemill.swap_plan import SwapPlan, plan_swap
 from pagemill.tensor_parallel import kv_heads_per_rank, num_kv_shards
@@ -52,20 +52,21 @@ class MemoryPlan:
     """Estimates in bytes, of all ranks together, and the two numbers that follow from them."""
 
     weight_bytes: int
+    rotary_bytes: int
     activation_bytes: int
     kv_bytes: int
     overhead_bytes: int
     available_bytes: int
     block_bytes: int  #: every rank holds its part of each block
     num_blocks: int
-    num_slots: int  #: tokens that the pool holds in sequences of `max_model_len`
+    capacity: PoolCapacity  #: of the pool, in sequences of `max_model_len`
     max_model_len: int
     swap: SwapPlan
     notes: tuple[str, ...]  #: what was reduced, and why
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.swap.size_bytes + self.overhead_bytes
+        return self.weight_bytes + self.rotary_bytes + self.activation_bytes + self.kv_bytes + self.swap.size_bytes + self.overhead_bytes
 
 
 def plan_memory(info: ModelInfo, request: MemoryRequest, *, total_bytes: int, available_bytes: int) -> MemoryPlan:
@@ -75,12 +76,13 @@ def plan_memory(info: ModelInfo, request: MemoryRequest, *, total_bytes: int, av
     weight_bytes = weights_in_memory(info, request.dtype, request.num_ranks)
     activation_bytes = activations_in_memory(info, request)
     overhead_bytes = overhead_in_memory(info, request)
-    free = available_bytes - weight_bytes - activation_bytes - overhead_bytes
     block_bytes = rank_block_bytes(info, request) * request.num_ranks
+    besides = rotary_in_memory(info, request, _longest_thinkable(info, request, block_bytes)) + activation_bytes + overhead_bytes
+    free = available_bytes - weight_bytes - besides
     if free < block_bytes:
         smaller = "" if request.dtype != "float32" else "--dtype bfloat16 or "
         raise UsageError(
-            f"{info.architecture} needs {_gib(weight_bytes)} for weights in {request.dtype} and {_gib(activation_bytes + overhead_bytes)} besides,"
+            f"{info.architecture} needs {_gib(weight_bytes)} for weights in {request.dtype} and {_gib(besides)} besides,"
             f" but {_gib(available_bytes)} of memory are available; use {smaller}a smaller model"
         )
     num_blocks = _num_blocks(info, request, block_bytes=block_bytes, free=free, total_bytes=total_bytes)
@@ -102,13 +104,14 @@ def plan_memory(info: ModelInfo, request: MemoryRequest, *, total_bytes: int, av
         notes = (reduced, *notes)
     return MemoryPlan(
         weight_bytes=weight_bytes,
+        rotary_bytes=rotary_in_memory(info, request, max_model_len),
         activation_bytes=activation_bytes,
         kv_bytes=num_blocks * block_bytes,
         overhead_bytes=overhead_bytes,
         available_bytes=available_bytes,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
-        num_slots=_num_slots(info, request, num_blocks, max_model_len),
+        capacity=pool_capacity(info.groups, num_blocks, request.block_size, max_model_len),
         max_model_len=max_model_len,
         swap=swap,
         notes=notes,
@@ -126,6 +129,11 @@ def weights_in_memory(info: ModelInfo, dtype: Dtype, num_ranks: int = 1) -> int:
     kv_copies = kv_heads_per_rank(info.num_kv_heads, num_ranks) * num_ranks // info.num_kv_heads
     repeated = norms * (num_ranks - 1) + kv_projections * (kv_copies - 1)
     return (info.num_parameters + packed_again + repeated) * DTYPE_BYTES[dtype]
+
+
+def rotary_in_memory(info: ModelInfo, request: MemoryRequest, max_model_len: int) -> int:
+    """Cosines and sines of every position, in float32; every rank has them."""
+    return info.num_rotary_tables * max_model_len * info.head_dim * 4 * request.num_ranks
 
 
 def activations_in_memory(info: ModelInfo, request: MemoryRequest) -> int:
@@ -161,6 +169,13 @@ def plan_swap_for(info: ModelInfo, request: MemoryRequest, device: Device, *, nu
     )
 
 
+def _longest_thinkable(info: ModelInfo, request: MemoryRequest, block_bytes: int) -> int:
+    """No sequence will be longer, whatever the size of a pool that nobody asked for."""
+    asked = request.num_blocks or request.kv_cache_bytes // block_bytes
+    longest = longest_sequence(info.groups, asked, request.block_size, info.context_length) if asked else info.context_length
+    return request.max_model_len or longest
+
+
 def _num_blocks(info: ModelInfo, request: MemoryRequest, *, block_bytes: int, free: int, total_bytes: int) -> int:
     if request.num_blocks:
         wanted = request.num_blocks
@@ -182,12 +197,6 @@ def _num_blocks(info: ModelInfo, request: MemoryRequest, *, block_bytes: int, fr
             f" lower {_pool_flag(request)} to {free // block_bytes if request.num_blocks else free}"
         )
     return wanted
-
-
-def _num_slots(info: ModelInfo, request: MemoryRequest, num_blocks: int, max_model_len: int) -> int:
-    """Every position takes a place in each full group, but only the last ones take one in a group with a window."""
-    whole = -(-max_model_len // request.block_size)
-    return num_blocks * request.block_size * whole // peak_blocks(info.groups, max_model_len, request.block_size, chunk=1)
 
 
 def _pool_flag(request: MemoryRequest) -> str:

@@ -75,6 +75,15 @@ class Hello(Message):
         return f"Hello({self.kind} {self.index}, incarnation {self.incarnation})"
 
 
+# --- what a model's memory is made of ---------------------------------------------------------------------
+
+
+class KvGroup(Record):
+    """Decoder layers that share one block table: a sequence has as many tables as the model has groups, of one block size."""
+
+    window: int = 0  #: positions that a position attends to, itself included; 0: all before it
+
+
 # --- what a sequence asks for ----------------------------------------------------------------------------
 
 
@@ -228,6 +237,7 @@ class SchedulerReady(Message):
     max_num_seqs: int
     deterministic: bool
     worker_incarnation: int = 0  #: of the workers that are ready: a frontend that has heard of their end takes no heart from it
+    groups: tuple[KvGroup, ...] = (KvGroup(),)  #: as in `WorkerReady`
 
 
 class StatsSnapshot(Message):
@@ -271,6 +281,9 @@ class StatsSnapshot(Message):
     num_suspects: int  #: sequences that run alone, because a worker died while it computed them
     core_rebuilds: int  #: 1 if this epoch began because the core had failed, else 0
     blocks_dead: int = 0  #: of `blocks_used` those that sequences hold although no window reaches them any more
+    #: `AddRequest`s that had come from the frontend that this is sent to, since its channel exists. Of what it has sent beyond
+    #: these nothing is counted here yet.
+    requests_heard: int = 0
 
 
 class SequenceState(msgspec.Struct, frozen=True):
@@ -441,12 +454,6 @@ class Plan(Message):
 
 
 # --- worker -> scheduler ---------------------------------------------------------------------------------
-
-
-class KvGroup(Record):
-    """Decoder layers that share one block table: a sequence has as many tables as the model has groups, of one block size."""
-
-    window: int = 0  #: positions that a position attends to, itself included; 0: all before it
 
 
 class WorkerReady(Message):
@@ -653,6 +660,7 @@ class Adopt(Message):
     sequences_received: int = 0
     sequences_finished: dict[str, int] = {}
     core_rebuilds: int = 0  #: 1 if the predecessor failed
+    expendable_blocks: tuple[BlockId, ...] = ()  #: of `blocks` those that are the first to be overwritten
 
 
 class Distrust(Message):

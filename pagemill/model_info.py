@@ -18,7 +18,7 @@ import msgspec
 from pagemill.errors import UsageError
 from pagemill.family_defaults import completed
 from pagemill.kv_groups import group_layers, kv_groups
-from pagemill.layer_windows import layer_windows
+from pagemill.layer_windows import layer_kinds, layer_windows
 from pagemill.messages import KvGroup
 
 #: The limit that safetensors itself sets on a header.
@@ -39,6 +39,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     context_length: int  #: positions the model was made for
     windows: tuple[int, ...]  #: positions that each layer looks back, itself included; 0: all
+    num_rotary_tables: int  #: one for each way in which layers rotate queries and keys
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]  #: any of them ends a sequence
     num_parameters: int  #: as stored, tied ones once
@@ -80,6 +81,7 @@ def read_model_info(folder: Path) -> ModelInfo:
         vocab_size=field.positive("vocab_size"),
         context_length=field.positive("max_position_embeddings"),
         windows=layer_windows(config),
+        num_rotary_tables=_num_rotary_tables(config),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=num_parameters,
@@ -171,6 +173,13 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise UsageError(f"{folder}/config.json names no architecture")
     return names[0]
+
+
+def _num_rotary_tables(config: dict[str, Any]) -> int:
+    """All layers share one, unless those with a window have settings of their own."""
+    kinds, settings = set(layer_kinds(config)), config.get("rope_parameters")
+    is_by_kind = isinstance(settings, dict) and not kinds.isdisjoint(settings)
+    return len(kinds) if is_by_kind or config.get("rope_local_base_freq") is not None else 1
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class LogReporter:
         log.info(
             "memory_planned",
             weight_bytes=plan.weight_bytes,
+            rotary_bytes=plan.rotary_bytes,
             activation_bytes=plan.activation_bytes,
             kv_bytes=plan.kv_bytes,
             swap_bytes=swap.size_bytes,
@@ -246,13 +247,13 @@ def memory_table(plan: MemoryPlan, num_ranks: int = 1) -> Table:
     table.add_column(justify="right")
     table.add_column(style="dim")
     table.add_row("weights", show_bytes(plan.weight_bytes), "")
+    table.add_row("rotary tables", show_bytes(plan.rotary_bytes), "")
     table.add_row("activations", show_bytes(plan.activation_bytes), "")
-    table.add_row("KV pool", show_bytes(plan.kv_bytes), f"{plan.num_blocks} blocks of {show_bytes(plan.block_bytes)}, {plan.num_slots} tokens")
+    table.add_row("KV pool", show_bytes(plan.kv_bytes), f"{plan.num_blocks} blocks of {show_bytes(plan.block_bytes)}, {plan.capacity.tokens} tokens")
     table.add_row("swap arena", show_bytes(plan.swap.size_bytes), show_slots(plan.swap))
     table.add_row("overhead", show_bytes(plan.overhead_bytes), "all processes")
     table.add_row("total", show_bytes(plan.total_bytes), f"of {show_bytes(plan.available_bytes)} available", style="bold")
-    sequences = plan.num_slots / plan.max_model_len
-    table.add_row("max_model_len", str(plan.max_model_len), f"the pool holds {sequences:.1f} sequences of this length")
+    table.add_row("max_model_len", str(plan.max_model_len), f"the pool holds {plan.capacity.sequences:.1f} sequences of this length")
     return table
 
 

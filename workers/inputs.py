@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagemill.kv_groups import first_live_block
 from pagemill.messages import Slice
-from workers.rows import Row
+from workers.rows import Row, RowBounds
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class GroupInputs:
     """Where the sequences of a step lie in the blocks of one KV group."""
 
     slot_mapping: Tensor  #: [T] int64: block_id * block_size + offset, where the token's K and V go
-    block_tables: Tensor  #: [S, max_blocks] int32, padded with 0 behind the end, and before a window
+    block_tables: Tensor  #: [S, max_blocks] int32; 0 behind the end, and before the first block that the slice's windows reach
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class StepInputs:
     groups: tuple[GroupInputs, ...]  #: one for each KV group
 
 
-def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], block_size: int, device: torch.device) -> StepInputs:
+def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], bounds: RowBounds, device: torch.device) -> StepInputs:
     """The inputs of one step. Every row must be sound and `slices` must not be empty."""
+    block_size = bounds.block_size
     num_tokens = np.array([piece.num_tokens for piece in slices], dtype=np.int64)
     starts = np.array([piece.start for piece in slices], dtype=np.int64)
     context_lens = starts + num_tokens
@@ -61,7 +63,7 @@ def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], block_size: int, 
         return torch.from_numpy(values).to(device)
 
     def of_group(group: int) -> GroupInputs:
-        tables = _block_tables(rows, group, num_blocks)
+        tables = _block_tables(slices, rows, group, bounds, num_blocks)
         # widened before it is multiplied: a slot number may exceed 32 bits
         block_ids = tables[owners, indices].astype(np.int64)
         return GroupInputs(slot_mapping=on_device(block_ids * block_size + offsets), block_tables=on_device(tables))
@@ -72,13 +74,13 @@ def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], block_size: int, 
         query_start=on_device(query_start.astype(np.int32)),
         context_lens=on_device(context_lens.astype(np.int32)),
         sample_rows=on_device((query_start[1:] - 1)[samples]),
-        groups=tuple(map(of_group, range(len(rows[0].block_tables)))),
+        groups=tuple(map(of_group, range(len(bounds.groups)))),
     )
 
 
-def _block_tables(rows: Sequence[Row], group: int, num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def _block_tables(slices: Sequence[Slice], rows: Sequence[Row], group: int, bounds: RowBounds, num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     tables = np.zeros((len(rows), int(num_blocks.max())), dtype=np.int32)
-    for table, row, count in zip(tables, rows, num_blocks.tolist(), strict=True):
-        first = row.num_behind[group]
-        table[first:count] = np.frombuffer(row.block_tables[group], dtype=np.int32, count=count)[first:]
+    for table, piece, row, count in zip(tables, slices, rows, num_blocks.tolist(), strict=True):
+        first = first_live_block(bounds.groups[group], piece.start, bounds.block_size)
+        table[first:count] = np.frombuffer(row.block_tables[group], dtype=np.int32, count=count - first, offset=first * table.itemsize)
     return tables

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from workers.inputs import StepInputs
-from workers.kernels.gelu_tanh_and_mul import gelu_tanh_and_mul
+from workers.kernels.act_and_mul import act_and_mul
 from workers.kernels.paged_attention import paged_attention
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotary import rotary
-from workers.kernels.silu_and_mul import silu_and_mul
 from workers.kernels.store_kv import store_kv
 from workers.kv_cache import LayerCache
 from workers.linear import PackedLinear
@@ -26,9 +25,6 @@ from workers.model_config import ModelRefused
 from workers.parallel import TensorParallel
 from workers.rope import Rope, rotary_table
 from workers.weights import Checkpoint, Part
-
-#: What is done to a merged gate and up projection, by the name of the activation.
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,10 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)), gate and up as one matrix."""
 
     def __init__(self, gate_up: PackedLinear, down: RowParallelLinear, activation: str) -> None:
-        self._gate_up, self._down, self._activate = gate_up, down, GATES[activation]
+        self._gate_up, self._down, self._activation = gate_up, down, activation
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._down(self._activate(self._gate_up(hidden)))
+        return self._down(act_and_mul(self._gate_up(hidden), self._activation))
 
 
 class Attention:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers import simd
+from workers import matrix_product, simd
 from workers.native import FIRST_ARGUMENT, Body, NativeKernel, num_threads_for
 from workers.pages import allocate
 from workers.simd import FLOAT32
@@ -109,14 +109,14 @@ def _build(kind: int) -> Body:
         rows, depth, panels = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.read_int64(at + 48)
         width, accumulate = simd.read_int64(at + 56), simd.read_int64(at + 64)
         panel_bytes = depth * simd.LANES * element_bytes
-        tiles = (rows + simd.TILE_ROWS - 1) // simd.TILE_ROWS
+        tiles = (rows + matrix_product.TILE_ROWS - 1) // matrix_product.TILE_ROWS
         while True:
             first = simd.claim(arguments) * width
             if first >= panels:
                 return
             for tile in range(tiles):
                 row, end = rows * tile // tiles, rows * (tile + 1) // tiles
-                simd.multiply(
+                matrix_product.multiply(
                     kind, end - row, min(width, panels - first), depth,
                     x + row * depth * 4, depth * 4,
                     weight + first * panel_bytes, panel_bytes, simd.LANES * element_bytes,

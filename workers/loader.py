@@ -71,6 +71,8 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
     num_kv_heads = kv_heads_per_rank(model_config.num_key_value_heads, config.num_workers)
     spec = attention_spec(model_config.windows, num_kv_heads, model_config.head_dim, config.block_size, dtype, config.device)
     deterministic = determinism.wanted(config.deterministic, dtype, device)
+    if config.num_blocks or config.kv_cache_bytes:
+        _longest(config, spec, _num_blocks(config, spec, device), max_model_len)
     region = _map_arena(config, model_config, spec, arena_fd)
     if device.type == "cpu":  # before the others are met: the first start on a machine takes a while
         for fraction, name in compile_kernels(dtype):
@@ -82,8 +84,7 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
         on_progress("prepare", 0.0, "checking that results do not depend on the batch")
         deterministic = deterministic and _settle(config, layers, spec, parallel, model_config.hidden_size)
         num_blocks = _least(parallel, _num_blocks(config, spec, device))
-        if not config.max_model_len:
-            max_model_len = longest_sequence(spec.groups, num_blocks, config.block_size, max_model_len)
+        max_model_len = _longest(config, spec, num_blocks, max_model_len)
         on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
         bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len, spec.groups)
         kv_cache = KvCache(spec, num_blocks, device)
@@ -255,6 +256,17 @@ def _max_model_len(asked: int, model: ModelConfig) -> int:
     if asked > model.max_position_embeddings:
         raise ModelRefused(f"--max-model-len {asked} exceeds the {model.max_position_embeddings} positions the model knows")
     return asked or model.max_position_embeddings
+
+
+def _longest(config: WorkerConfig, spec: KvSpec, num_blocks: int, limit: int) -> int:
+    """The most positions, up to `limit`, that a sequence has room for. Raises ModelRefused where more were asked for."""
+    longest = longest_sequence(spec.groups, num_blocks, config.block_size, limit)
+    if config.max_model_len > longest:
+        raise ModelRefused(
+            f"--max-model-len {config.max_model_len} does not fit: the KV pool of {num_blocks} blocks holds {longest} tokens of one sequence;"
+            f" lower it to {longest}, or raise {'--num-blocks' if config.num_blocks else '--kv-cache-memory'}"
+        )
+    return longest
 
 
 def _num_blocks(config: WorkerConfig, spec: KvSpec, device: torch.device) -> int:

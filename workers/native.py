@@ -102,7 +102,7 @@ def use_cache_folder() -> None:
 
     Numba itself notices only changes of the file that holds a kernel.
     """
-    shared = b"\0".join(Path(__file__).with_name(name).read_bytes() for name in ("native.py", "simd.py"))
+    shared = b"\0".join(Path(__file__).with_name(name).read_bytes() for name in ("native.py", "simd.py", "matrix_product.py"))
     digest = hashlib.sha256(shared + numba.__version__.encode()).hexdigest()
     home = Path(os.environ.get("PAGEMILL_HOME") or Path.home() / ".cache" / "pagemill")
     folder = home / "kernels" / digest[:16]

@@ -102,6 +102,7 @@ class Worker:
         else:
             row, version = agreed.missing
             answer = RowMissing(epoch=plan.epoch, rank=self._rank, plan_id=plan.plan_id, row=row, version=version)
+        self._runner.swapper.settle()
         return [*self.poll(), answer]
 
     def _is_current(self, epoch: int) -> bool:

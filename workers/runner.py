@@ -112,7 +112,7 @@ class Runner:
     def _step(self, work: Sequence[Work], kv_cache: KvCache, seconds: dict[str, float]) -> list[Outcome]:
         """One outcome for each row, in their order. Changes no row, so that it may be done again."""
         times = [self._own_s()]
-        inputs = build_inputs([piece for piece, _ in work], [row for _, row in work], self.rows.bounds.block_size, self._device)
+        inputs = build_inputs([piece for piece, _ in work], [row for _, row in work], self.rows.bounds, self._device)
         times.append(self._own_s())
         injection.reach("worker.forward", _Histories(row for _, row in work))
         hidden = self.model(inputs, kv_cache)

@@ -5,9 +5,8 @@ needed on the user's machine). It works on raw addresses (int64) and on one vect
 float32, which LLVM maps to the registers at hand: two on AVX2, one on AVX-512, four on NEON. Loads widen
 float32, bfloat16 and float16 memory to float32; stores round to nearest even.
 
-`multiply` is the register-blocked heart of every matrix product. Each element of its result is one chain
-of fused multiply-adds in the order of the depth, whatever the tile it was computed in: equal rows give
-equal bits wherever they sit, which is what determinism rests on. Nothing here may reorder arithmetic.
+`define` makes an operation that kernels can call, and `emit_...` the instructions that operations are made of. Nothing
+here may reorder arithmetic: determinism rests on it.
 """
 # Numba's extension API is untyped.
 # mypy: disable-error-code="no-untyped-call,misc,untyped-decorator"
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, models, register_model
@@ -32,13 +31,6 @@ VECTOR_BYTES = 4 * LANES
 #: Element kinds as kernels know them: constants at compile time.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-
-#: How many accumulators of `LANES` floats fit into the registers beside their operands.
-_ACCUMULATORS = 16 if binding.get_host_cpu_features().get("avx512f") else 6
-#: The tallest tile of `multiply`.
-TILE_ROWS = 8 if _ACCUMULATORS > 8 else 6
-#: The widest tile, in panels of `LANES` columns, for each number of rows.
-_TILE_PANELS = {rows: max(1, min(4, _ACCUMULATORS // rows)) for rows in range(1, TILE_ROWS + 1)}
 
 _I16, _I32, _I64, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -59,16 +51,16 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, fe_type, _VECTOR)
 
 
-class _Literal:
+class Constant:
     """Stands for a parameter that must be a constant in the kernel; the emitter receives it as an int."""
 
 
-def _define(result: Any, *parameters: Any) -> Callable[[Callable[..., ir.Value]], Any]:
+def define(result: Any, *parameters: Any) -> Callable[[Callable[..., ir.Value]], Any]:
     """Makes an operation for kernels of a function `emit(builder, *values)` that emits its instructions."""
 
     def decorate(emit: Callable[..., ir.Value]) -> Any:
         def typing(context: Any, *arguments: Any) -> Any:
-            literals = [a if p is _Literal else None for a, p in zip(arguments, parameters, strict=True)]
+            literals = [a if p is Constant else None for a, p in zip(arguments, parameters, strict=True)]
             if not all(a is None or isinstance(a, types.IntegerLiteral) for a in literals):
                 raise TypingError(f"{emit.__name__}: an element kind must be a constant")
             accepted = [p if a is None else a for a, p in zip(literals, parameters, strict=True)]
@@ -90,35 +82,35 @@ def _define(result: Any, *parameters: Any) -> Callable[[Callable[..., ir.Value]]
 # --- instructions ----------------------------------------------------------------------------------------
 
 
-def _constant(value: float, kind: ir.VectorType = _VECTOR) -> ir.Constant:
+def emit_constant(value: float, kind: ir.VectorType = _VECTOR) -> ir.Constant:
     return ir.Constant(kind, [value] * LANES)
 
 
-def _call(builder: ir.IRBuilder, name: str, *operands: ir.Value, result: ir.Type = _VECTOR) -> ir.Value:
+def emit_call(builder: ir.IRBuilder, name: str, *operands: ir.Value, result: ir.Type = _VECTOR) -> ir.Value:
     kind = ir.FunctionType(result, [x.type for x in operands])
     return builder.call(builder.module.declare_intrinsic(name, (), kind), operands)
 
 
-def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return _call(builder, f"llvm.fma.v{LANES}f32", a, b, c)
+def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return emit_call(builder, f"llvm.fma.v{LANES}f32", a, b, c)
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+def emit_splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     undefined = ir.Constant(_VECTOR, ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(undefined, scalar, _I32(0)), undefined, _constant(0, _INTS))
+    return builder.shuffle_vector(builder.insert_element(undefined, scalar, _I32(0)), undefined, emit_constant(0, _INTS))
 
 
-def _peek(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, align: int) -> ir.Value:
+def emit_peek(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, align: int) -> ir.Value:
     return builder.load(builder.inttoptr(address, element.as_pointer()), align=align)
 
 
-def _load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> ir.Value:
-    raw = _peek(builder, address, ir.VectorType(_MEMORY[kind], LANES), align=4 if kind == FLOAT32 else 2)
+def emit_load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> ir.Value:
+    raw = emit_peek(builder, address, ir.VectorType(_MEMORY[kind], LANES), align=4 if kind == FLOAT32 else 2)
     if kind == FLOAT32:
         return raw
     if kind == FLOAT16:
         return builder.fpext(raw, _VECTOR)
-    return builder.bitcast(builder.shl(builder.zext(raw, _INTS), _constant(16, _INTS)), _VECTOR)
+    return builder.bitcast(builder.shl(builder.zext(raw, _INTS), emit_constant(16, _INTS)), _VECTOR)
 
 
 def _round(builder: ir.IRBuilder, value: ir.Value, kind: int) -> ir.Value:
@@ -126,21 +118,21 @@ def _round(builder: ir.IRBuilder, value: ir.Value, kind: int) -> ir.Value:
         return value
     if kind == FLOAT16:
         return builder.fptrunc(value, ir.VectorType(_F16, LANES))
-    bits, sixteen = builder.bitcast(value, _INTS), _constant(16, _INTS)
-    odd = builder.and_(builder.lshr(bits, sixteen), _constant(1, _INTS))
-    nearest = builder.lshr(builder.add(bits, builder.add(odd, _constant(0x7FFF, _INTS))), sixteen)
-    quiet_nan = builder.or_(builder.lshr(bits, sixteen), _constant(0x40, _INTS))
+    bits, sixteen = builder.bitcast(value, _INTS), emit_constant(16, _INTS)
+    odd = builder.and_(builder.lshr(bits, sixteen), emit_constant(1, _INTS))
+    nearest = builder.lshr(builder.add(bits, builder.add(odd, emit_constant(0x7FFF, _INTS))), sixteen)
+    quiet_nan = builder.or_(builder.lshr(bits, sixteen), emit_constant(0x40, _INTS))
     chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet_nan, nearest)
     return builder.trunc(chosen, ir.VectorType(_I16, LANES))
 
 
-def _store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, kind: int) -> None:
+def emit_store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, kind: int) -> None:
     rounded = _round(builder, value, kind)
     builder.store(rounded, builder.inttoptr(address, rounded.type.as_pointer()), align=4 if kind == FLOAT32 else 2)
 
 
 @contextmanager
-def _loop(builder: ir.IRBuilder, count: ir.Value, carried: Sequence[ir.Value]) -> Iterator[tuple[ir.Value, list[ir.Value], list[ir.Value]]]:
+def emit_loop(builder: ir.IRBuilder, count: ir.Value, carried: Sequence[ir.Value]) -> Iterator[tuple[ir.Value, list[ir.Value], list[ir.Value]]]:
     """A loop of `count` turns; yields (index, values carried in, list to fill with values carried out).
 
     After the `with` the list of values carried in holds their final values.
@@ -166,169 +158,169 @@ def _loop(builder: ir.IRBuilder, count: ir.Value, carried: Sequence[ir.Value]) -
 # --- operations: scalars in memory -----------------------------------------------------------------------
 
 
-@_define(types.int64, types.int64)
+@define(types.int64, types.int64)
 def read_int64(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return _peek(builder, address, _I64, align=8)
+    return emit_peek(builder, address, _I64, align=8)
 
 
-@_define(types.int64, types.int64)
+@define(types.int64, types.int64)
 def read_int32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.sext(_peek(builder, address, _I32, align=4), _I64)
+    return builder.sext(emit_peek(builder, address, _I32, align=4), _I64)
 
 
-@_define(types.float32, types.int64)
+@define(types.float32, types.int64)
 def read_float32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return _peek(builder, address, _F32, align=4)
+    return emit_peek(builder, address, _F32, align=4)
 
 
-@_define(types.float64, types.int64)
+@define(types.float64, types.int64)
 def read_float64(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return _peek(builder, address, ir.DoubleType(), align=8)
+    return emit_peek(builder, address, ir.DoubleType(), align=8)
 
 
-@_define(types.void, types.int64, types.int64)
+@define(types.void, types.int64, types.int64)
 def write_int64(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, _I64.as_pointer()), align=8)
 
 
-@_define(types.void, types.int64, types.float64)
+@define(types.void, types.int64, types.float64)
 def write_float64(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, ir.DoubleType().as_pointer()), align=8)
 
 
-@_define(types.int64, types.int64)
+@define(types.int64, types.int64)
 def leading_zeros(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Of the 64 bits; 64 for zero."""
     return builder.ctlz(value, ir.IntType(1)(0))
 
 
-@_define(types.float32, types.int64)
+@define(types.float32, types.int64)
 def float32_from_bits(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """How a caller passes a float among its integer arguments (see `native.float32_bits`)."""
     return builder.bitcast(builder.trunc(bits, _I32), _F32)
 
 
-@_define(types.void, types.int64, types.float32)
+@define(types.void, types.int64, types.float32)
 def write_float32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, _F32.as_pointer()), align=4)
 
 
-@_define(types.int64, types.int64)
+@define(types.int64, types.int64)
 def claim(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Takes the next number from a counter shared by all threads."""
     return builder.atomic_rmw("add", builder.inttoptr(address, _I64.as_pointer()), _I64(1), "monotonic")
 
 
-@_define(types.void, types.int64, types.int64, _Literal)
+@define(types.void, types.int64, types.int64, Constant)
 def copy_element(builder: ir.IRBuilder, source: ir.Value, target: ir.Value, kind: int) -> None:
     """Copies one element of this kind, bit for bit."""
     element, align = (_I32, 4) if kind == FLOAT32 else (_I16, 2)
-    builder.store(_peek(builder, source, element, align), builder.inttoptr(target, element.as_pointer()), align=align)
+    builder.store(emit_peek(builder, source, element, align), builder.inttoptr(target, element.as_pointer()), align=align)
 
 
 # --- operations: vectors ---------------------------------------------------------------------------------
 
 
-@_define(vector, types.int64, _Literal)
+@define(vector, types.int64, Constant)
 def load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> ir.Value:
-    return _load(builder, address, kind)
+    return emit_load(builder, address, kind)
 
 
-@_define(types.void, types.int64, vector, _Literal)
+@define(types.void, types.int64, vector, Constant)
 def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, kind: int) -> None:
-    _store(builder, address, value, kind)
+    emit_store(builder, address, value, kind)
 
 
-@_define(types.void, types.int64, types.int64)
+@define(types.void, types.int64, types.int64)
 def stream(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
     """Copies VECTOR_BYTES past the caches. Both addresses must be multiples of it; `publish` must follow the last one."""
-    raw = _peek(builder, source, _INTS, align=VECTOR_BYTES)
+    raw = emit_peek(builder, source, _INTS, align=VECTOR_BYTES)
     store = builder.store(raw, builder.inttoptr(target, _INTS.as_pointer()), align=VECTOR_BYTES)
     store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
 
-@_define(types.void)
+@define(types.void)
 def publish(builder: ir.IRBuilder) -> None:
     """Nobody sees what this thread writes from here on before what it has written so far."""
     builder.fence("seq_cst")
 
 
-@_define(vector, types.float32)
+@define(vector, types.float32)
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    return _splat(builder, scalar)
+    return emit_splat(builder, scalar)
 
 
-@_define(vector, vector, vector)
+@define(vector, vector, vector)
 def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.fadd(a, b)
 
 
-@_define(vector, vector, vector)
+@define(vector, vector, vector)
 def subtract(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.fsub(a, b)
 
 
-@_define(vector, vector, vector)
+@define(vector, vector, vector)
 def times(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.fmul(a, b)
 
 
-@_define(vector, vector, vector)
+@define(vector, vector, vector)
 def divide(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.fdiv(a, b)
 
 
-@_define(vector, vector, vector, vector)
+@define(vector, vector, vector, vector)
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """a * b + c, rounded once."""
-    return _fma(builder, a, b, c)
+    return emit_fma(builder, a, b, c)
 
 
-@_define(vector, vector, vector)
+@define(vector, vector, vector)
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """The larger; b, if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@_define(vector, vector, vector)
+@define(vector, vector, vector)
 def minimum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """The smaller; a, if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), b, a)
 
 
-@_define(vector, vector)
+@define(vector, vector)
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2 ** x within 2 ulp for x below 127; exactly zero below -126; NaN stays NaN."""
     name = f"llvm.%s.v{LANES}f32"
-    bounded = _call(builder, name % "maxnum", _call(builder, name % "minnum", x, _constant(127.0)), _constant(-126.0))
-    whole = _call(builder, name % "nearbyint", bounded)
+    bounded = emit_call(builder, name % "maxnum", emit_call(builder, name % "minnum", x, emit_constant(127.0)), emit_constant(-126.0))
+    whole = emit_call(builder, name % "nearbyint", bounded)
     fraction = builder.fsub(bounded, whole)
-    power = _constant(math.log(2) ** 7 / math.factorial(7))
+    power = emit_constant(math.log(2) ** 7 / math.factorial(7))
     for degree in range(6, -1, -1):
-        power = _fma(builder, power, fraction, _constant(math.log(2) ** degree / math.factorial(degree)))
-    exponent = builder.shl(builder.fptosi(whole, _INTS), _constant(23, _INTS))
+        power = emit_fma(builder, power, fraction, emit_constant(math.log(2) ** degree / math.factorial(degree)))
+    exponent = builder.shl(builder.fptosi(whole, _INTS), emit_constant(23, _INTS))
     scaled = builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), _VECTOR)
-    powers = builder.select(builder.fcmp_ordered("<", x, _constant(-126.0)), _constant(0.0), scaled)
+    powers = builder.select(builder.fcmp_ordered("<", x, emit_constant(-126.0)), emit_constant(0.0), scaled)
     return builder.select(builder.fcmp_unordered("uno", x, x), x, powers)
 
 
-@_define(vector, vector, types.int64, types.float32)
+@define(vector, vector, types.int64, types.float32)
 def keep_first(builder: ir.IRBuilder, value: ir.Value, count: ir.Value, fill: ir.Value) -> ir.Value:
     """The first `count` lanes of value, `fill` in the others."""
-    return builder.select(_is_among_first(builder, count), value, _splat(builder, fill))
+    return builder.select(_is_among_first(builder, count), value, emit_splat(builder, fill))
 
 
-@_define(vector, vector, types.int64, types.float32)
+@define(vector, vector, types.int64, types.float32)
 def drop_first(builder: ir.IRBuilder, value: ir.Value, count: ir.Value, fill: ir.Value) -> ir.Value:
     """`fill` in the first `count` lanes, value in the others."""
-    return builder.select(_is_among_first(builder, count), _splat(builder, fill), value)
+    return builder.select(_is_among_first(builder, count), emit_splat(builder, fill), value)
 
 
 def _is_among_first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """For each lane whether it is one of the first `count`."""
     narrow = builder.trunc(count, _I32)
     undefined = ir.Constant(_INTS, ir.Undefined)
-    limit = builder.shuffle_vector(builder.insert_element(undefined, narrow, _I32(0)), undefined, _constant(0, _INTS))
+    limit = builder.shuffle_vector(builder.insert_element(undefined, narrow, _I32(0)), undefined, emit_constant(0, _INTS))
     return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), limit)
 
 
@@ -344,99 +336,11 @@ def _fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, i
     return builder.extract_element(value, _I32(0))
 
 
-@_define(types.float32, vector)
+@define(types.float32, vector)
 def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return _fold(builder, value, builder.fadd)
 
 
-@_define(types.float32, vector)
+@define(types.float32, vector)
 def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return _fold(builder, value, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
-
-
-# --- operations: matrix product --------------------------------------------------------------------------
-
-
-@_define(types.void, _Literal, *[types.int64] * 11)
-def multiply(
-    builder: ir.IRBuilder,
-    kind: int,
-    rows: ir.Value,
-    panels: ir.Value,
-    depth: ir.Value,
-    a: ir.Value,
-    a_row: ir.Value,
-    b: ir.Value,
-    b_panel: ir.Value,
-    b_depth: ir.Value,
-    c: ir.Value,
-    c_row: ir.Value,
-    accumulate: ir.Value,
-) -> None:
-    """C (+)= A B for 1 to `TILE_ROWS` rows and any number of panels of `LANES` columns.
-
-    A and C are float32 with contiguous columns, B has element kind `kind`; element (d, j) of panel p lies
-    at b + p * b_panel + d * b_depth + j * element size. All strides are in bytes. With `accumulate` the
-    chains start from what is in C, else from zero.
-    """
-    integers = (rows, panels, depth, a, a_row, b, b_panel, b_depth, c, c_row, accumulate)
-    builder.call(_multiply_function(builder.module, kind), integers)
-
-
-def _multiply_function(module: ir.Module, kind: int) -> ir.Function:
-    """The function behind `multiply`, emitted once per module: it is large, and its registers are its own."""
-    name = f"multiply_kind{kind}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 11), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    rows, panels, depth, a, a_row, b, b_panel, b_depth, c, c_row, accumulate = function.args
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    done = builder.append_basic_block("done")
-    choice = builder.switch(rows, done)
-    for height, width in _TILE_PANELS.items():
-        case = builder.append_basic_block(f"rows{height}")
-        choice.add_case(_I64(height), case)
-        builder.position_at_end(case)
-        first, left = _I64(0), panels
-        for columns in (width, 1) if width > 1 else (1,):
-            count = builder.sdiv(left, _I64(columns))
-            with _loop(builder, count, []) as (turn, _, _):
-                panel = builder.add(first, builder.mul(turn, _I64(columns)))
-                b_tile = builder.add(b, builder.mul(panel, b_panel))
-                c_tile = builder.add(c, builder.mul(panel, _I64(VECTOR_BYTES)))
-                _tile(builder, kind, (height, columns), depth, (a, a_row), (b_tile, b_panel, b_depth), (c_tile, c_row), accumulate)
-            first = builder.mul(count, _I64(columns))
-            left = builder.sub(left, first)
-        builder.branch(done)
-    builder.position_at_end(done)
-    builder.ret_void()
-    return function
-
-
-def _tile(
-    builder: ir.IRBuilder,
-    kind: int,
-    shape: tuple[int, int],
-    depth: ir.Value,
-    a: tuple[ir.Value, ir.Value],
-    b: tuple[ir.Value, ir.Value, ir.Value],
-    c: tuple[ir.Value, ir.Value],
-    accumulate: ir.Value,
-) -> None:
-    """One tile of `multiply`, held in registers from its first multiplication to its last."""
-    rows, panels = shape
-    a_rows = [builder.add(a[0], builder.mul(a[1], _I64(row))) for row in range(rows)]
-    b_panels = [builder.add(b[0], builder.mul(b[1], _I64(panel))) for panel in range(panels)]
-    c_rows = [builder.add(c[0], builder.mul(c[1], _I64(row))) for row in range(rows)]
-    places = [builder.add(row, _I64(VECTOR_BYTES * panel)) for row in c_rows for panel in range(panels)]
-    goes_on = builder.icmp_signed("!=", accumulate, _I64(0))
-    start = [builder.select(goes_on, _load(builder, place, FLOAT32), _constant(0.0)) for place in places]
-    with _loop(builder, depth, start) as (index, sums, next_sums):
-        columns = [_load(builder, builder.add(panel, builder.mul(index, b[2])), kind) for panel in b_panels]
-        for row, a_row in enumerate(a_rows):
-            factor = _splat(builder, _peek(builder, builder.add(a_row, builder.mul(index, _I64(4))), _F32, align=4))
-            next_sums += [_fma(builder, factor, column, sums[row * panels + i]) for i, column in enumerate(columns)]
-    for place, total in zip(places, sums, strict=True):
-        _store(builder, place, total, FLOAT32)

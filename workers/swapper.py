@@ -1,6 +1,7 @@
 """The swapper carries out transfers: it copies blocks between pool and arena, most of them beside the forward.
 
     swapper.start(plan.transfers, plan.plan_id)     before the plan's forward; returns how long that had to wait
+    swapper.settle()                                before the plan is acknowledged
     swapper.take_done()                             whenever convenient, and when `fileno()` becomes readable
 
 Transfers that this forward needs are copied at once in the caller's thread, after those they must not overtake
@@ -55,6 +56,7 @@ class Swapper:
         self.num_blocks, self.num_slots = kv_cache.num_blocks, 0 if slots is None else len(slots)
         self.num_refused = 0  #: transfers that named what does not exist
         self._needed_later: list[Job] = []  #: by forwards that are not planned yet
+        self._needed: list[Job] = []  #: by the last forward
         if copier is None and slots is not None:
             copier = open_copier(kv_cache.blocks, slots, writes_slots=writes_slots)
         self._work = _Work(copier)
@@ -89,7 +91,16 @@ class Swapper:
         needed = [job for job in (*self._needed_later, *jobs) if NONE != job.needed_by <= plan_id]
         self._needed_later = [job for job in (*self._needed_later, *jobs) if job.needed_by > plan_id]
         self._work.hurry(needed)
+        self._needed = needed
         return time.perf_counter() - started if needed else 0.0
+
+    def settle(self) -> None:
+        """Returns when `take_done` tells of all that the last forward needed: a device may be done with both before a thread has noticed.
+
+        Whoever believes the results of that forward must know by then of a copy that failed.
+        """
+        self._work.settle(self._needed)
+        self._needed = []
 
     def take_done(self) -> list[Done]:
         """What has ended since the last call, at most one entry for each direction and outcome."""
@@ -97,7 +108,7 @@ class Swapper:
 
     def reset(self) -> None:
         """Forgets everything: nothing is being copied and nothing will be reported when this returns."""
-        self._needed_later = []
+        self._needed_later, self._needed = [], []
         self._work.reset()
 
     def close(self) -> None:
@@ -151,6 +162,12 @@ class _Work:
                         return
                     self._wait()  # some of them, or something ahead of them, is being copied in the background
             self._copy(batch, holds_forward=True)
+
+    def settle(self, jobs: _Batch) -> None:
+        """Waits until these are over and reported."""
+        with self._changed:
+            while not all(self._order.is_over(job) for job in jobs):
+                self._wait()
 
     def run_next(self, lane: Sequence[Direction]) -> bool:
         """Waits for something to do in the background, and does it. False when there will be nothing more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from pagemill.kv_groups import longest_sequence, peak_blocks
 from pagemill.messages import Plan, SchedulerToWorker, TransferDone, WorkerToScheduler
 from scripts.lib.costs import LinkCost, Work
 from scripts.lib.engine import AnyWorker
@@ -44,13 +45,14 @@ class RecordingWorker:
 
 
 def measure_steps(served: ServedModel, max_num_batched_tokens: int, longest_prompt: int) -> list[Sample]:
-    """Steps of all kinds, for `CpuCost.fitted`. Prompts are no longer than `longest_prompt` and than the pool holds."""
+    """Steps of all kinds, for `CpuCost.fitted`. Prompts are no longer than `longest_prompt` and than half the pool holds."""
     ready = served.loaded.ready
-    pool_tokens = ready.num_blocks * ready.block_size
-    longest = max(2, min(longest_prompt, ready.max_model_len, pool_tokens // 2) - 2 * _DECODE_STEPS)
+    longest = longest_sequence(ready.groups, ready.num_blocks // 2, ready.block_size, min(longest_prompt, ready.max_model_len))
+    longest = max(2, longest - 2 * _DECODE_STEPS)
     samples: list[Sample] = []
     for workload in (Workload(1, 1, _DECODE_STEPS), Workload(4, 8, _DECODE_STEPS), Workload(16, 8, _DECODE_STEPS), Workload(1, longest, _DECODE_STEPS)):
-        if workload.num_requests * (workload.num_prompt_tokens + ready.block_size) <= pool_tokens:
+        one_request = peak_blocks(ready.groups, workload.num_tokens, ready.block_size, max_num_batched_tokens)
+        if workload.num_requests * one_request <= ready.num_blocks:
             samples += _run(served, workload, max_num_batched_tokens)
     return samples
 

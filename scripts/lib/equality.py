@@ -206,7 +206,7 @@ def open_bench(path: str, dtype: Dtype, scale: Scale, *, deterministic: Literal[
             deterministic=deterministic,
             block_size=scale.block_size,
             num_blocks=scale.num_blocks * num_groups,
-            max_model_len=scale.max_model_len,
+            max_model_len=scale.num_blocks * scale.block_size,
             num_threads=scale.num_threads,
         )
     )

@@ -66,7 +66,6 @@ class Scale:
     num_swap_slots: int = 128  #: of the arena, for each KV group
     stem_tokens: int = 64  #: prompts begin with part of a stem
     output_tokens: tuple[int, ...] = (1, 4, 8, 8, 10, 32)
-    max_model_len: int = 1024
     num_requests: int = 24  #: of a catalogue
     cells_per_catalogue: int = 100
     max_requests: int = 5  #: of a cell; some have several choices

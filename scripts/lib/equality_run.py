@@ -148,7 +148,7 @@ class CellRun:
         happened.update({f"preempted: {name}": count for name, count in core.preemption.decisions.preemptions.items()})
         for decision in core.preemption.decisions.newest(RING_SIZE):
             happened += _of_decision(decision, has_arena=core.swapping.swap.total > 0)
-        happened["block copied early"] = core.swapping.num_early_copies
+        happened["block copied early"] = core.swapping.transfers.num_early_copies
         happened["token found in the arena"] = core.swapping.num_arena_hit_tokens
         happened["token computed again"] = core.counters.tokens_recomputed
         for asked, output, went_away in self.outcomes():

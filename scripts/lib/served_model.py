@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from pagemill.arena_file import kept_arena, slot_bytes_for
 from pagemill.config import Dtype, ServeOptions, WorkerConfig
+from pagemill.kv_groups import peak_blocks
 from pagemill.machine import read_machine
 from pagemill.memory_plan import DTYPE_BYTES
 from pagemill.messages import KvGroup
@@ -25,6 +26,7 @@ from pagemill.resolve import Model, Secrets, settle
 from pagemill.telemetry import configure
 from pagemill.threads import thread_environment, worker_threads
 from scripts.lib.report import note
+from scripts.lib.workloads import Workload
 from workers.loader import Loaded, load
 
 
@@ -68,6 +70,11 @@ class ServedModel:
 def model_groups(name: str) -> tuple[KvGroup, ...]:
     """How its layers share block tables. Raises ModelError or UsageError with a sentence."""
     return read_model_info(resolve(name, lambda phase, fraction, detail: None).path).groups
+
+
+def blocks_held(groups: Sequence[KvGroup], workload: Workload, block_size: int, max_num_batched_tokens: int) -> int:
+    """KV blocks that all requests of a workload hold together at most: a pool of so many preempts nobody."""
+    return workload.num_requests * peak_blocks(groups, workload.num_tokens, block_size, max_num_batched_tokens)
 
 
 def load_model(name: str, *, num_swap_slots: int = 0, **options: object) -> ServedModel:

@@ -42,6 +42,11 @@ class Workload:
             raise ValueError(f"a workload is n:in:out, three positive numbers; not {text!r}")
         return cls(*numbers)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of each request."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
     def __str__(self) -> str:
         return f"{self.num_requests}:{self.num_prompt_tokens}:{self.num_output_tokens}"
 

@@ -46,7 +46,7 @@ def logits_in_chunks(loaded: Loaded, sequences: Sequence[Sequence[int]], chunk: 
         for row, each in zip(rows, slices, strict=True):
             row.apply(replace(each, new_block_ids=()), bounds)
             assert not row.error
-        inputs = build_inputs(slices, rows, ready.block_size, torch.device("cpu"))
+        inputs = build_inputs(slices, rows, bounds, torch.device("cpu"))
         with torch.inference_mode():
             model = loaded.runner.model
             logits = model.head.gather(model.logits(model(inputs, loaded.runner.kv_cache)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.kv_groups import first_live_block, group_layers, kv_groups, longest_sequence, peak_blocks
+from pagemill.kv_groups import first_live_block, group_layers, kv_groups, longest_sequence, peak_blocks, pool_capacity
 from pagemill.messages import KvGroup
 
 
@@ -68,3 +68,16 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
     assert longest_sequence(groups, 2, 16, 4096) == 0
     assert longest_sequence(groups, 10**6, 16, 4096) == 4096
     assert longest_sequence([KvGroup(window=64)], 5, 16, 4096) == 4096
+
+
+def test_a_pool_of_one_group_holds_a_position_in_each_place() -> None:
+    assert pool_capacity([KvGroup()], 100, 16, 320) == (1600, 5.0)
+    assert pool_capacity([KvGroup()], 100, 16, 17) == (1600, 50.0), "a sequence takes whole blocks"
+    assert pool_capacity([KvGroup()], 100, 16, 2560) == (1600, 0.625)
+
+
+def test_groups_share_a_pool_and_a_window_takes_the_less_of_it_the_longer_sequences_are() -> None:
+    groups = (KvGroup(), KvGroup(window=64), KvGroup(window=64))
+    assert pool_capacity(groups, 120, 16, 64) == (640, 10.0), "shorter than the window: every group holds it all"
+    assert pool_capacity(groups, 120, 16, 480) == (1440, 3.0), "30 blocks and twice the five that a window touches"
+    assert pool_capacity([KvGroup(window=64)] * 2, 120, 16, 480) == (5760, 12.0)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -183,6 +184,33 @@ def test_what_the_system_does_not_let_us_start_is_tried_again(start: Start) -> N
     fake.wait_for_event("server_ready")
     assert {(line["child"], line["reason"]) for line in fake.events("start_failed")} == {("worker 0", "Too many open files")}
     assert fake.lost() == ["worker 0 was killed by SIGKILL", "worker 1 was ended with worker 0"]
+
+
+def test_a_rank_that_dies_before_the_other_could_be_started_is_one_more_death(start: Start) -> None:
+    fake = start("frontend:good", "worker:good", "worker:good", "scheduler:good")
+    fake.wait_for_event("ready")
+    launcher = psutil.Process(fake.process.pid)
+    limits = launcher.rlimit(psutil.RLIMIT_NOFILE)
+    launcher.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    fake.child("worker 0").kill()
+    fake.wait_for_event("start_failed")
+    launcher.rlimit(psutil.RLIMIT_NOFILE, (lowest_limit_with_room_for(5, fake.process.pid), limits[1]))  # one start takes these, and keeps two
+    wait_for(lambda: any(line["child"] == "worker 1" for line in fake.events("start_failed")), 60, lambda: fake.log)
+    fake.wait_for_event("started", count=5)
+    fake.child("worker 0").kill()
+    fake.wait_for_event("process_lost", count=3)
+    launcher.rlimit(psutil.RLIMIT_NOFILE, limits)
+    fake.wait_for_event("server_ready")
+    assert fake.lost() == ["worker 0 was killed by SIGKILL", "worker 1 was ended with worker 0", "worker 0 was killed by SIGKILL"]
+    assert [line["deaths"] for line in fake.events("process_lost")] == [1, 1, 2], "one for each incarnation, complete or not"
+    started = [(line["process"], line["incarnation"]) for line in fake.events("started") if line["process"].startswith("worker")]
+    assert sorted(started) == [("worker-0", 0), ("worker-0", 1), ("worker-0", 2), ("worker-1", 0), ("worker-1", 2)]
+
+
+def lowest_limit_with_room_for(count: int, pid: int) -> int:
+    """The limit of descriptors under which the process can open `count` more."""
+    used = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    return [fd for fd in range(len(used) + count) if fd not in used][count - 1] + 1
 
 
 def test_what_can_not_be_started_for_long_ends_the_server(start: Start) -> None:

@@ -23,6 +23,7 @@ INFO = ModelInfo(
     vocab_size=1000,
     context_length=4096,
     windows=(0, 0),
+    num_rotary_tables=1,
     tied_embeddings=True,
     eos_token_ids=(2,),
     num_parameters=1_000_000,
@@ -61,15 +62,14 @@ def test_the_pool_is_never_larger_than_its_users_can_fill() -> None:
 
 def test_the_default_pool_takes_half_of_what_is_free_and_a_quarter_of_the_machine_at_most() -> None:
     free = 40 * 2**20
-    available = plan().weight_bytes + plan().activation_bytes + plan().overhead_bytes + free
-    assert plan(available=available, max_num_seqs=64).kv_bytes == free // 2
+    assert plan(available=free_for(free), max_num_seqs=64).kv_bytes == free // 2
     quarter = plan(total=32 * 2**20, max_num_seqs=4096)
     assert quarter.kv_bytes == 8 * 2**20
 
 
 def test_a_small_pool_shortens_the_longest_sequence_and_says_so() -> None:
     fitted = plan(num_blocks=10)
-    assert (fitted.num_blocks, fitted.num_slots, fitted.max_model_len) == (10, 160, 160)
+    assert (fitted.num_blocks, fitted.capacity, fitted.max_model_len) == (10, (160, 1.0), 160)
     assert fitted.notes == ("max_model_len reduced from 4096 to 160: that is what the KV pool holds; raise --num-blocks for more",)
 
 
@@ -87,7 +87,7 @@ def test_an_explicit_length_makes_the_default_pool_as_large_as_it_needs() -> Non
 def test_the_plan_adds_up() -> None:
     made = plan()
     assert made.swap.size_bytes > 0
-    parts = made.weight_bytes, made.activation_bytes, made.num_blocks * BLOCK_BYTES, made.swap.size_bytes, made.overhead_bytes
+    parts = made.weight_bytes, made.rotary_bytes, made.activation_bytes, made.num_blocks * BLOCK_BYTES, made.swap.size_bytes, made.overhead_bytes
     assert made.total_bytes == sum(parts)
     assert made.total_bytes <= made.available_bytes
 
@@ -99,16 +99,16 @@ def test_every_frontend_has_a_tokenizer_which_a_large_vocabulary_makes_large() -
     assert 540 * 2**20 < gemma.overhead_bytes - OVERHEAD_BYTES < 600 * 2**20
 
 
-def free_for(size: int) -> int:
-    """What must be available for `size` bytes to be left after weights, activations and overhead."""
-    return plan().weight_bytes + plan().activation_bytes + plan().overhead_bytes + size
+def free_for(size: int, num_positions: int = 4096) -> int:
+    """What must be available for `size` bytes to be left after everything else, where no sequence can be longer."""
+    return plan().weight_bytes + num_positions * 16 * 4 + plan().activation_bytes + plan().overhead_bytes + size
 
 
 def test_the_default_swap_space_is_twice_the_pool_or_half_of_what_is_left() -> None:
     assert plan(num_blocks=10).swap.num_slots == 20
-    tight = plan(available=free_for(100 * BLOCK_BYTES), num_blocks=60, max_num_seqs=4)
+    tight = plan(available=free_for(100 * BLOCK_BYTES, 960), num_blocks=60, max_num_seqs=4)
     assert tight.swap.num_slots == 20
-    full = plan(available=free_for(10 * BLOCK_BYTES), num_blocks=10)
+    full = plan(available=free_for(10 * BLOCK_BYTES, 160), num_blocks=10)
     assert full.swap.num_slots == 0
     assert full.notes[-1].startswith("no swap space: 0 bytes")
 
@@ -129,7 +129,8 @@ def test_ranks_divide_weights_and_blocks_and_repeat_the_rest() -> None:
     assert (two.swap.num_regions, two.swap.slot_bytes, two.swap.size_bytes) == (2, BLOCK_BYTES // 2, one.swap.size_bytes)
     assert two.overhead_bytes == one.overhead_bytes + RANK_OVERHEAD_BYTES
     assert one.activation_bytes < two.activation_bytes <= 2 * one.activation_bytes
-    parts = two.weight_bytes, two.activation_bytes, two.kv_bytes, two.swap.size_bytes, two.overhead_bytes
+    assert two.rotary_bytes == 2 * one.rotary_bytes
+    parts = two.weight_bytes, two.rotary_bytes, two.activation_bytes, two.kv_bytes, two.swap.size_bytes, two.overhead_bytes
     assert two.total_bytes == sum(parts)
 
 
@@ -141,12 +142,31 @@ def test_ranks_that_hold_the_same_kv_heads_each_have_them_in_the_pool_and_share_
     assert four.swap == two.swap
 
 
+def test_tables_of_positions_are_as_long_as_a_sequence_and_as_many_as_there_are_ropes() -> None:
+    gemma = structs.replace(INFO, num_layers=6, windows=(64, 64, 0, 64, 64, 0), head_dim=256, context_length=32768, num_rotary_tables=2)
+    assert plan(info=gemma).rotary_bytes == 2 * 32768 * 256 * 4 == 64 * 2**20
+    assert plan(info=gemma, max_model_len=1024).rotary_bytes == 2 * 2**20
+    assert plan(info=gemma, num_blocks=40).rotary_bytes == 2 * plan(info=gemma, num_blocks=40).max_model_len * 256 * 4
+    assert plan(num_blocks=10).rotary_bytes == 160 * 16 * 4
+
+
+def test_tables_that_a_small_pool_keeps_short_take_nothing_from_it() -> None:
+    assert plan(available=free_for(10 * BLOCK_BYTES, 160), num_blocks=10, swap_bytes=0).num_blocks == 10
+    with pytest.raises(UsageError, match="lower --num-blocks to 9"):
+        plan(available=free_for(10 * BLOCK_BYTES - 1, 160), num_blocks=10, swap_bytes=0)
+
+
 @pytest.mark.parametrize(
-    "changes", [{"swap_bytes": 100 * BLOCK_BYTES}, {"swap_bytes": 50 * BLOCK_BYTES, "num_blocks": 51}, {"swap_bytes": 90 * BLOCK_BYTES, "max_model_len": 256}]
+    ("num_positions", "changes"),
+    [
+        (4096, {"swap_bytes": 100 * BLOCK_BYTES}),
+        (51 * 16, {"swap_bytes": 50 * BLOCK_BYTES, "num_blocks": 51}),
+        (256, {"swap_bytes": 90 * BLOCK_BYTES, "max_model_len": 256}),
+    ],
 )
-def test_swap_space_that_does_not_fit_beside_the_pool_is_refused(changes: dict[str, object]) -> None:
+def test_swap_space_that_does_not_fit_beside_the_pool_is_refused(num_positions: int, changes: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"--swap-memory asks for .* GiB, but .* GiB of memory are left beside weights and KV pool"):
-        plan(available=free_for(100 * BLOCK_BYTES), **changes)  # type: ignore[arg-type]
+        plan(available=free_for(100 * BLOCK_BYTES, num_positions), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +193,7 @@ def test_layers_with_a_window_need_few_blocks_for_a_long_sequence() -> None:
     assert made.block_bytes == BLOCK_BYTES, "of two layers, as all groups have them"
     # Two window groups hold five blocks each when a window of 64 positions ends within a block; 30 are left.
     assert made.max_model_len == 30 * 16
-    assert made.num_slots == 40 * 16 * 30 // 40
+    assert made.capacity == (40 * 16 * 30 // 40, 1.0)
     assert plan(info=hybrid).num_blocks == 4 * (256 + 2 * 37), "each group has what a chunk and a window before it can touch"
 
 

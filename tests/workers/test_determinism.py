@@ -13,10 +13,10 @@ from torch import Tensor
 
 from workers import determinism
 from workers.determinism import NotDeterministic
+from workers.kernels.act_and_mul import act_and_mul
 from workers.kernels.paged_attention import paged_attention
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotary import rotary
-from workers.kernels.silu_and_mul import silu_and_mul
 from workers.kernels.store_kv import store_kv
 from workers.kv_cache import KvCache, attention_spec, full_attention_spec
 from workers.linear import PackedLinear
@@ -73,7 +73,7 @@ class Stack:
             store_kv(key, value, self.cache.layer(i), slots)
             mixed = paged_attention(query, self.cache.layer(i), starts, contexts, tables, HEAD_DIM**-0.5, self.windows[i])
             hidden = add_rms_norm(out(mixed.flatten(1)), residual, self.weight, 1e-5)
-            hidden = add_rms_norm(down(silu_and_mul(gate_up(hidden))), residual, self.weight, 1e-5)
+            hidden = add_rms_norm(down(act_and_mul(gate_up(hidden), "silu")), residual, self.weight, 1e-5)
         return list(hidden.split(counts))
 
 

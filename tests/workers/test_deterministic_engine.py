@@ -7,13 +7,14 @@ shapes are those people serve.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
 import pytest
 
 from pagemill.config import ServeOptions
-from pagemill.messages import SamplingParams, TokenLogprobs
+from pagemill.messages import SamplingParams, SequenceKey, TokenLogprobs
 from pagemill.model_store import resolve
 from scripts.lib.offline import OfflineEngine, offline_config
 from tests.helpers.tiny_model import tiny_checkpoint
@@ -22,9 +23,10 @@ from workers.loader import Loaded, load
 pytestmark = pytest.mark.timeout(300)
 
 #: Of the tiny model, and of the default one: 32 of that at once are compared over HTTP (tests/e2e/test_default_model.py).
-NUM_STREAMS = {"tiny": 32, "default": 20}
+NUM_STREAMS = {"tiny": 32, "default": 9}
 NUM_TOKENS = 8
 NUM_BLOCKS = 256
+NUM_PREEMPTIONS = 4
 
 Answer = tuple[list[int], list[TokenLogprobs]]
 
@@ -46,8 +48,16 @@ class Reference:
 
 
 def answers_of(engine: OfflineEngine, streams: list[Stream]) -> list[Answer]:
-    keys = [engine.add(stream.prompt_ids, max_tokens=NUM_TOKENS, sampling=stream.sampling, seed=stream.seed) for stream in streams]
+    keys = add(engine, streams)
     engine.run()
+    return answers(engine, keys)
+
+
+def add(engine: OfflineEngine, streams: list[Stream]) -> list[SequenceKey]:
+    return [engine.add(stream.prompt_ids, max_tokens=NUM_TOKENS, sampling=stream.sampling, seed=stream.seed) for stream in streams]
+
+
+def answers(engine: OfflineEngine, keys: list[SequenceKey]) -> list[Answer]:
     return [(engine.outputs[key].token_ids, engine.outputs[key].logprobs) for key in keys]
 
 
@@ -78,9 +88,14 @@ def test_chunked_prompts_give_the_same_bits(reference: Reference, budget: int) -
 
 
 def test_sequences_preempted_and_computed_again_give_the_same_bits(reference: Reference) -> None:
-    engine = OfflineEngine(reference.loaded, num_blocks=14, max_num_seqs=16, prefix_caching=False, check_invariants=True)
-    assert answers_of(engine, reference.streams) == reference.answers
-    assert engine.core.preemption.decisions.num_preempted("recompute") >= 2
+    engine = OfflineEngine(reference.loaded, num_blocks=12, max_num_seqs=16, prefix_caching=False, check_invariants=True)
+    keys = add(engine, reference.streams)
+    victims = itertools.cycle(keys)
+    while engine.core.preemption.decisions.num_preempted("recompute") < NUM_PREEMPTIONS and engine.step():
+        engine.preempt(next(victims), "recompute", 2)
+    engine.run()
+    assert answers(engine, keys) == reference.answers
+    assert engine.core.preemption.decisions.num_preempted("recompute") >= NUM_PREEMPTIONS
 
 
 def test_a_cached_prefix_gives_the_same_bits_as_a_computed_one(reference: Reference) -> None:

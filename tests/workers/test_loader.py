@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from kvstore.arena import ArenaError, Region
 from pagemill.arena_file import create_arena
 from pagemill.config import WorkerConfig
+from pagemill.memory_plan import MemoryRequest, plan_memory
 from pagemill.messages import NONE, KvGroup
+from pagemill.model_info import read_model_info
 from scripts.lib.offline import offline_config
 from tests.helpers.ranks import close, load_ranks
 from tests.helpers.tiny_model import tiny_checkpoint
@@ -51,6 +53,29 @@ def test_weight_bytes_are_those_held_in_memory(kind: str, dtype: str, matrix_ite
             matrices += tensor.numel()
     expected = matrix_itemsize * matrices + getattr(torch, dtype).itemsize * kept_plain
     assert load(offline_config(str(tiny_checkpoint(kind)), dtype=dtype)).ready.weight_bytes == expected
+
+
+def held_by_tensors() -> dict[int, int]:
+    """Bytes by address, of all tensors there are."""
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3-vector-heads"])
+def test_the_launcher_plans_for_every_tensor_that_loading_leaves(kind: str) -> None:
+    before = held_by_tensors()
+    loaded = load(offline_config(str(tiny_checkpoint(kind)), num_blocks=300))
+    after = held_by_tensors()
+    del after[loaded.runner.kv_cache.blocks.untyped_storage().data_ptr()]
+    info = read_model_info(tiny_checkpoint(kind))
+    request = MemoryRequest(
+        num_blocks=300, kv_cache_bytes=0, swap_bytes=0, block_size=16, max_model_len=loaded.ready.max_model_len,
+        max_num_seqs=64, max_num_batched_tokens=512, dtype="float32", num_ranks=1, num_frontends=1,
+    )  # fmt: skip
+    plan = plan_memory(info, request, total_bytes=2**40, available_bytes=2**40)
+    held = sum(size for address, size in after.items() if address not in before)
+    assert abs(held - plan.weight_bytes - plan.rotary_bytes) < 8192, "room for alignment"
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 4096), (1000, 1000)])
@@ -96,12 +121,33 @@ def changed(tmp_path: Path, **changes: Any) -> str:
             {"num_blocks": 2},
             "each of 3 groups",
         ),
+        (
+            {},
+            {"num_blocks": 20, "max_model_len": 321},
+            "--max-model-len 321 does not fit: the KV pool of 20 blocks holds 320 tokens of one sequence; lower it to 320, or raise --num-blocks",
+        ),
+        (
+            {"model_type": "ministral", "sliding_window": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+            {"num_blocks": 20, "max_model_len": 225},
+            "the KV pool of 20 blocks holds 224 tokens of one sequence",
+        ),
+        ({}, {"num_blocks": 0, "kv_cache_bytes": 20 * 12288, "max_model_len": 321}, "lower it to 320, or raise --kv-cache-memory"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, {}, "layers of the kind linear_attention are not supported"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], settings: dict[str, Any], sentence: str) -> None:
+    seen: list[str] = []
     with pytest.raises(ModelRefused, match=sentence):
-        load(offline_config(changed(tmp_path, **changes), **settings))
+        load(offline_config(changed(tmp_path, **changes), **settings), lambda phase, fraction, detail: seen.append(phase))
+    assert "weights" not in seen
+
+
+def test_a_length_beyond_what_a_device_turns_out_to_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.loader.available_bytes", lambda device: 40 * 12288)
+    settings = {"num_blocks": 0, "kv_cache_bytes": 0}
+    assert load(offline_config(str(tiny_checkpoint("llama")), max_model_len=320, **settings)).ready.max_model_len == 320
+    with pytest.raises(ModelRefused, match=r"--max-model-len 321 does not fit: the KV pool of 20 blocks holds 320 tokens .*, or raise --kv-cache-memory"):
+        load(offline_config(str(tiny_checkpoint("llama")), max_model_len=321, **settings))
 
 
 @pytest.mark.parametrize("size", [3, 16])

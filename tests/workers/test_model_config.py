@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from pagemill.model_info import read_model_info
 from tests.helpers.tiny_model import BASE, KINDS, tiny_checkpoint
-from workers.layers import GATES
+from workers.kernels import act_and_mul
 from workers.model_config import ACTIVATIONS, ModelRefused, read_config
 
 
@@ -56,6 +57,12 @@ def test_layers_with_a_window_have_a_rope_of_their_own_where_the_family_gives_th
     assert len(set(read_config(tiny_checkpoint("llama3-rope")).ropes)) == 1
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_launcher_plans_for_as_many_tables_of_positions_as_there_are_ropes(kind: str) -> None:
+    folder = tiny_checkpoint(kind)
+    assert read_model_info(folder).num_rotary_tables == len(set(read_config(folder).ropes))
+
+
 def test_a_silent_file_of_gemma_means_what_its_code_assumes() -> None:
     config = read_config(tiny_checkpoint("gemma3-silent"))
     assert (config.head_dim, config.attention_scale, config.activation, config.tie_word_embeddings) == (256, 1 / 16, "gelu_pytorch_tanh", True)
@@ -63,7 +70,7 @@ def test_a_silent_file_of_gemma_means_what_its_code_assumes() -> None:
 
 
 def test_every_activation_that_is_accepted_has_a_kernel() -> None:
-    assert set(ACTIVATIONS) == set(GATES)
+    assert set(ACTIVATIONS) == set(act_and_mul.ACTIVATIONS)
 
 
 @pytest.mark.parametrize(

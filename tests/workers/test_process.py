@@ -11,16 +11,18 @@ import torch
 import zmq
 
 from pagemill.arena_file import create_arena
-from pagemill.messages import Plan, RowMissing, SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
+from pagemill.messages import Plan, RowMissing, RowResult, SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
 from scripts.lib.offline import offline_config
 from tests.helpers.copiers import DEADLINE_S, GatedCopier
 from tests.helpers.plans import copy_in, copy_out, install, piece, plan
 from tests.helpers.ranks import close, load_ranks, together
 from tests.helpers.tiny_model import tiny_checkpoint
+from workers.copiers import Copy, Places
 from workers.loader import Loaded, load
 from workers.process import Worker
 from workers.runner import Runner
 from workers.swapper import Swapper
+from workers.transfer_order import Direction
 
 NUM_SLOTS = 6
 #: Of plans and of versions of rows: each higher than those before.
@@ -119,11 +121,11 @@ def test_a_failing_row_is_reported_and_the_worker_goes_on(worker: Worker) -> Non
 class Bench:
     """A worker whose background copies can be held up."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, copier: type[GatedCopier] = GatedCopier) -> None:
         runner = loaded.runner
         self.blocks = runner.kv_cache.blocks
         self.slots = torch.zeros((NUM_SLOTS, 4096), dtype=torch.uint8)
-        self.copier = GatedCopier(self.blocks, self.slots[:, : self.blocks.shape[1]])
+        self.copier = copier(self.blocks, self.slots[:, : self.blocks.shape[1]])
         self.swapper = Swapper(runner.kv_cache, self.slots, copier=self.copier)
         self.worker = Worker(Runner(runner.model, runner.kv_cache, self.swapper, runner.rows, torch.device("cpu")), rank=3, epoch=1)
 
@@ -156,6 +158,41 @@ def test_urgent_transfers_are_acknowledged_together_before_the_step(bench: Bench
     said = {(done.transfer_ids, done.ok) for done in dones if isinstance(done, TransferDone) and (done.epoch, done.rank) == (1, 3)}
     assert said == {((1, 2), True), ((3,), False)}
     assert len(dones) == 2
+
+
+class LateCopier(GatedCopier):
+    """As on a device whose copies fail: that shows when the forward which waits for them is done, and in another thread."""
+
+    def start(self, direction: Direction, places: Sequence[Places], mark: object) -> Copy:
+        return self
+
+    def hold_forward(self) -> None:
+        self.gate.clear()
+
+    def is_over(self) -> bool:
+        return False
+
+    def wait(self) -> float:
+        assert self.gate.wait(DEADLINE_S)
+        raise RuntimeError("the device has lost the copy")
+
+
+def test_a_copy_that_failed_on_the_device_is_told_before_the_step_that_waited_for_it(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded.runner.reset()
+    bench = Bench(loaded, LateCopier)
+    run = bench.worker._runner.run
+
+    def then_let_copies_end(plan: Plan) -> tuple[tuple[RowResult, ...], dict[str, float]]:
+        outcome = run(plan)
+        bench.copier.gate.set()
+        return outcome
+
+    monkeypatch.setattr(bench.worker._runner, "run", then_let_copies_end)
+    transfers = [copy_in(1, 5, 2, needed_by=7), copy_in(2, 4, 3, needed_by=7)]
+    failed, step = bench.worker.handle(plan(plan_id=7, transfers=transfers))
+    assert isinstance(failed, TransferDone)
+    assert (sorted(failed.transfer_ids), failed.ok, isinstance(step, StepDone)) == ([1, 2], False, True)
+    bench.swapper.close()
 
 
 def test_a_forward_finds_the_old_bytes_of_a_block_it_overwrites_in_the_arena(bench: Bench) -> None:

@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from workers import simd
+from workers import matrix_product, simd
 from workers.kernels import Case
 from workers.kv_cache import KvCache, LayerCache, full_attention_spec
 from workers.native import FIRST_ARGUMENT, Body, NativeKernel, float32_bits, helper, log_reference_once
@@ -211,8 +211,8 @@ def _build(query_kind: int, cache_kind: int) -> Body:  # noqa: C901, PLR0915 - a
                                 part = partials + (piece_item + piece) * partial_bytes
                                 part_max = part + item_rows * row_bytes
                                 part_sum = part_max + item_rows * 4
-                            for row in range(0, rows if mode != _MERGE else 0, simd.TILE_ROWS):
-                                height = min(simd.TILE_ROWS, rows - row)
+                            for row in range(0, rows if mode != _MERGE else 0, matrix_product.TILE_ROWS):
+                                height = min(matrix_product.TILE_ROWS, rows - row)
                                 # Positions of this piece that the last row of the tile sees.
                                 length = max(0, min(_PIECE, seen + (row + height - 1) // group - start))
                                 # Positions that the first row of the tile, and so all of it, has behind its window, and the block in which they end.
@@ -225,7 +225,7 @@ def _build(query_kind: int, cache_kind: int) -> Body:  # noqa: C901, PLR0915 - a
                                     if panels == 1 and position + block_size < length:
                                         second = simd.read_int32(table + ((start + position) // block_size + 1) * 4)
                                         panels, next_panel = 2, (second - block) * key_block
-                                    simd.multiply(
+                                    matrix_product.multiply(
                                         cache_kind, height, panels, head_dim,
                                         queries + row * row_bytes, row_bytes,
                                         keys + block * key_block + head * key_head, next_panel, block_size * cache_bytes,
@@ -239,7 +239,7 @@ def _build(query_kind: int, cache_kind: int) -> Body:  # noqa: C901, PLR0915 - a
                                     block = simd.read_int32(table + (start + position) // block_size * 4)
                                     # What lies behind the window in the first block may have been overwritten, and not with numbers.
                                     from_row = max(0, skipped - position)
-                                    simd.multiply(
+                                    matrix_product.multiply(
                                         cache_kind, height, head_dim // simd.LANES, min(block_size, length - position) - from_row,
                                         scores + (row * _PIECE + position + from_row) * 4, _PIECE * 4,
                                         values + block * value_block + head * value_head + from_row * head_dim * cache_bytes,
