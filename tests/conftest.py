@@ -1,8 +1,9 @@
-"""What every test gets: no network, no idle threads, no wall-clock limits on examples; GPU tests only where there is one."""
+"""What every test gets: no network, no idle threads, usual signals, no wall-clock limits on examples; GPU tests only where there is one."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,11 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.tiny_model import tiny_model_path
+
+# Tests that run in the background or under nohup ignore these, and so would every process they start: a handler is not inherited.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 settings.register_profile("pagemill", deadline=None, derandomize=True, database=None)
 settings.load_profile("pagemill")

@@ -24,9 +24,9 @@ from tests.helpers.server import ROOT, Server, running_server
 
 MODEL = "SmolLM2-135M-Instruct"
 #: In blocks of 16 tokens: a quarter of what the 32 streams below would like to hold.
-NUM_BLOCKS = 48
+NUM_BLOCKS = 36
 STREAMS = 32
-TOKENS = 24
+TOKENS = 12
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -151,9 +151,23 @@ def test_the_launcher_keeps_the_arena_and_the_worker_alone_maps_it_all_of_it_res
     assert [open_arenas(server.child(f"{kind} 0").pid) for kind in ("frontend", "scheduler")] == [[], []]
 
 
-def test_without_swap_memory_there_is_no_arena() -> None:
-    with running_server("--swap-memory", "0") as server:
-        assert open_arenas(server.pid) == open_arenas(server.child("worker 0").pid) == []
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Server]:
+    """One that does without what others have: no memory to swap to, and no restarts."""
+    with running_server("--swap-memory", "0", "--restart-limit", "0") as started:
+        yield started
+
+
+def test_without_swap_memory_there_is_no_arena(bare: Server) -> None:
+    assert open_arenas(bare.pid) == open_arenas(bare.child("worker 0").pid) == []
+
+
+def test_without_restarts_the_death_of_a_worker_stops_everything_and_is_named(bare: Server) -> None:
+    """Ends the server of the test before. Scheduler and frontend: tests/e2e/test_recovery.py, tests/pagemill/test_launcher.py."""
+    bare.child("worker 0").kill()
+    assert bare.wait() == 1
+    assert bare.log.splitlines()[-1] == "pagemill: worker 0 was killed by SIGKILL"
+    assert bare.leftovers() == []
 
 
 def test_the_port_is_bound_and_answers_503_with_the_phase_until_ready_then_sigterm_ends_it(tmp_path: Path) -> None:
@@ -178,16 +192,6 @@ def test_the_port_is_bound_and_answers_503_with_the_phase_until_ready_then_sigte
         assert "Traceback" not in server.log
 
 
-def test_ctrl_c_ends_it() -> None:
-    with running_server() as server:
-        server.children()
-        began = time.monotonic()
-        server.process.send_signal(signal.SIGINT)
-        assert server.wait() == 0
-        assert time.monotonic() - began < 10
-        assert server.leftovers() == []
-
-
 def test_sigterm_while_loading_ends_it() -> None:
     with running_server(wait=False) as server:
         server.child("worker 0")
@@ -196,33 +200,42 @@ def test_sigterm_while_loading_ends_it() -> None:
         assert server.leftovers() == []
 
 
-def test_nothing_survives_sigkill_of_the_launcher() -> None:
-    with running_server() as server:
-        assert len(server.children()) == 3
-        server.process.kill()
-        server.wait()
-        wait_for(lambda: not server.leftovers(), 5, lambda: f"still there: {server.leftovers()}")
-
-
-@pytest.mark.parametrize("kind", ["frontend", "scheduler", "worker"])
-def test_without_restarts_the_death_of_any_child_stops_everything_and_is_named(kind: str) -> None:
-    with running_server("--restart-limit", "0") as server:
-        server.child(f"{kind} 0").kill()
-        assert server.wait() == 1
-        assert server.log.splitlines()[-1] == f"pagemill: {kind} 0 was killed by SIGKILL"
-        assert server.leftovers() == []
-
-
-def test_two_servers_run_at_once_and_a_taken_port_is_refused() -> None:
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Server, Server]]:
+    """Two at once. The second test of them ends the first, and the third the second."""
     with running_server(wait=False) as first, running_server(wait=False) as second:
         first.wait_until_ready()
         second.wait_until_ready()
-        assert first.port != second.port
-        assert [get(f"{one.url}/readyz")[0] for one in (first, second)] == [200, 200]
-        refused = serve(str(tiny_model_path()), "--port", str(first.port))
-        assert refused.returncode == 2
-        says = rf"pagemill: port {first.port} on 127\.0\.0\.1 is in use by process {first.pid} \(.*\); choose another with --port\n"
-        assert re.fullmatch(says, refused.stderr)
+        yield first, second
+
+
+def test_two_servers_run_at_once_and_a_taken_port_is_refused(pair: tuple[Server, Server]) -> None:
+    first, second = pair
+    assert first.port != second.port
+    assert [get(f"{one.url}/readyz")[0] for one in (first, second)] == [200, 200]
+    refused = serve(str(tiny_model_path()), "--port", str(first.port))
+    assert refused.returncode == 2
+    says = rf"pagemill: port {first.port} on 127\.0\.0\.1 is in use by process {first.pid} \(.*\); choose another with --port\n"
+    assert re.fullmatch(says, refused.stderr)
+
+
+def test_ctrl_c_ends_it_and_no_other(pair: tuple[Server, Server]) -> None:
+    first, second = pair
+    first.children()
+    began = time.monotonic()
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait() == 0
+    assert time.monotonic() - began < 20
+    assert first.leftovers() == []
+    assert get(f"{second.url}/readyz")[0] == 200
+
+
+def test_nothing_survives_sigkill_of_the_launcher(pair: tuple[Server, Server]) -> None:
+    _, second = pair
+    assert len(second.children()) == 3
+    second.process.kill()
+    second.wait()
+    wait_for(lambda: not second.leftovers(), 5, lambda: f"still there: {second.leftovers()}")
 
 
 @pytest.mark.parametrize(
