@@ -76,8 +76,13 @@ class TransferOrder:
         return self._start((job for job in self._waiting if not job.is_urgent and job.direction in directions), limit)
 
     def start_any_of(self, jobs: Sequence[Job]) -> list[Job]:
-        """As `start`, of these alone, urgent or not. Empty if none may: what is ahead of them has started and is not over."""
-        return self._start((job for job in jobs if job in self._waiting), len(jobs))
+        """Of these, urgent or not, those to copy together now: all of one direction that may start, whatever stands between them.
+
+        Where a sequence comes as another goes, the two directions take turns, and a forward waits for all. Empty if none
+        may start: what is ahead of them is not over.
+        """
+        free = [job for job in jobs if job in self._waiting and self._is_first(job)]
+        return self._start((job for job in free if job.direction == free[0].direction), len(free))
 
     def with_those_ahead(self, jobs: Iterable[Job]) -> list[Job]:
         """These and all that must be over before them, which have not started yet, oldest first."""
@@ -110,7 +115,7 @@ class TransferOrder:
     def _start(self, candidates: Iterable[Job], limit: int) -> list[Job]:
         batch: list[Job] = []
         for job in candidates:
-            if all(line[0] is job for line in self._lines(job)) and (not batch or job.direction == batch[0].direction):
+            if self._is_first(job) and (not batch or job.direction == batch[0].direction):
                 batch.append(job)
             elif batch:
                 break
@@ -119,6 +124,9 @@ class TransferOrder:
         for job in batch:
             del self._waiting[job]
         return batch
+
+    def _is_first(self, job: Job) -> bool:
+        return all(line[0] is job for line in self._lines(job))
 
     def _lines(self, job: Job) -> tuple[_Line, _Line]:
         return self._blocks[job.block_id], self._slots[job.swap_slot_id]

@@ -38,6 +38,15 @@ def test_a_batch_has_one_direction() -> None:
     assert [order.start(BOTH, 9), order.start(BOTH, 9), order.start(BOTH, 9)] == [[first], [second], [third]]
 
 
+def test_what_a_forward_waits_for_is_copied_in_one_go_for_each_direction() -> None:
+    outs, backs = [out(number, number) for number in range(5)], [back(9 + number, number) for number in range(5)]
+    jobs = [job for pair in zip(outs, backs, strict=True) for job in pair]
+    order = order_of(*jobs)
+    assert order.start_any_of(jobs) == outs
+    order.finish(outs)
+    assert order.start_any_of(jobs) == backs
+
+
 def test_a_lane_takes_its_own_direction_alone() -> None:
     first, second, third = out(0, 0), back(1, 1), out(2, 2)
     order = order_of(first, second, third)
