@@ -84,7 +84,8 @@ class Application:
             record = self._open(scope, route)
             record.refuse(error.code)
             self._services.ledger.close(record, error.status)
-            return Refusal(error, _client_id(scope) or record.request_id)
+            # Its traceback would refer to the frames that hold it, which only a full look for garbage would find.
+            return Refusal(error.with_traceback(None), _client_id(scope) or record.request_id)
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

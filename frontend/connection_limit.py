@@ -14,6 +14,9 @@ from typing import Literal
 NUM_SURPLUS = 32
 #: Descriptors that are no connections: listeners, channels, logs, what a scrape of the metrics opens.
 RESERVED_DESCRIPTORS = 96
+#: Turns of the event loop for which one is open that hears there are too many, and how many are taken in one even then.
+_TURNS_OPEN = 3
+_FEWEST_A_TURN = 8
 #: Enough, where the system sets no limit.
 _MOST_DESCRIPTORS = 1 << 20
 
@@ -38,6 +41,13 @@ class ConnectionLimit:
     @maximum.setter
     def maximum(self, value: int) -> None:
         self._maximum = value
+
+    def num_to_take(self, num_open: int) -> int:
+        """New connections for which there are descriptors in one turn of the event loop, also if none of them may stay."""
+        num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if num_descriptors == resource.RLIM_INFINITY:
+            num_descriptors = _MOST_DESCRIPTORS
+        return max(_FEWEST_A_TURN, (num_descriptors - RESERVED_DESCRIPTORS - num_open) // _TURNS_OPEN)
 
     def place(self, num_open: int) -> Place:
         """What becomes of a connection with which `num_open` are open."""

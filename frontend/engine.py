@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import zmq
 
-from frontend.errors import internal_error, scheduler_silent
+from frontend.errors import scheduler_silent
 from frontend.in_flight import LiveSequence, Sink
 from frontend.readiness import Readiness
 from frontend.waiting_room import WaitingRoom
@@ -151,7 +151,7 @@ class Engine:
                 self._send_sequence(sequence, sequence.again())
             except Exception:
                 log.exception("resubmission_failed", request_id=sequence.request.request_id)
-                sequence.sink.failed(internal_error())
+                sequence.sink.failed()
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Engine:
             sequence.sink.rejected(rejection)
         except Exception:
             log.exception("rejection_failed", request_id=sequence.request.request_id)
-            sequence.sink.failed(internal_error())
+            sequence.sink.failed()
 
     def _deliver(self, sequence: LiveSequence, output: SequenceOutput) -> None:
         """Whatever goes wrong with one output is its own request's misfortune."""
@@ -341,11 +341,11 @@ class Engine:
             fresh = sequence.take(output)
             if fresh is None:
                 log.error("output_gap", request_id=sequence.request.request_id, received=output.first_index)
-                sequence.sink.failed(internal_error())
+                sequence.sink.failed()
                 return
             if fresh.finish_reason is not None:
                 self._forget(output.key)
             sequence.sink.output(fresh)
         except Exception:
             log.exception("output_failed", request_id=sequence.request.request_id)
-            sequence.sink.failed(internal_error())
+            sequence.sink.failed()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from frontend.choice import Choice, Delta
 from frontend.engine import Engine
-from frontend.errors import ApiError, rejected, sequence_failed, too_slow_reader
+from frontend.errors import ApiError, internal_error, rejected, sequence_failed, too_slow_reader
 from frontend.overload import Load
 from frontend.request_metrics import RequestRecord
 from pagemill.messages import AddRequest, Rejection, SequenceKey, SequenceOutput
@@ -63,7 +64,7 @@ class Generation:
         self._keys: tuple[SequenceKey, ...] = ()
         self._inboxes = [_Inbox() for _ in choices]
         self._cached = [0] * len(choices)
-        self._error: ApiError | ClientGoneError | None = None
+        self._make_error: Callable[[], ApiError | ClientGoneError] | None = None  #: what the reader is told; kept itself, it would refer to its reader
         self._event = asyncio.Event()
         self._overflow_check_due = False
         self._texts: list[list[str]] | None = [[] for _ in choices] if log_texts else None
@@ -84,7 +85,7 @@ class Generation:
 
     def client_gone(self) -> None:
         """The client went away: its sequences end now, and the reader is told."""
-        self._fail(ClientGoneError())
+        self._fail(ClientGoneError)
 
     # --- the reader's side --------------------------------------------------------------------------------
 
@@ -98,10 +99,10 @@ class Generation:
                 return []
         self._event.clear()
         deltas = [self._take(index, output) for index, inbox in enumerate(self._inboxes) if inbox.outputs for output in self._drain(inbox)]
-        if self._error is not None and not deltas:
+        if self._make_error is not None and not deltas:
             self._event.set()
-            raise self._error
-        if self._error is not None:
+            raise self._make_error()
+        if self._make_error is not None:
             self._event.set()  # to be raised by the next call, after what came before it
         return [delta for delta in deltas if delta is not None]
 
@@ -148,7 +149,7 @@ class Generation:
         self.record.observe(output.key.choice, output)
         if output.finish_reason == "error":
             log.error("sequence_failed", request_id=self.record.request_id, error=output.error)
-            self._fail(sequence_failed(output.error))
+            self._fail(partial(sequence_failed, output.error))
             return
         self._cached[output.key.choice] = max(self._cached[output.key.choice], output.num_cached_tokens)
         inbox.outputs.append(output)
@@ -161,10 +162,10 @@ class Generation:
 
     def rejected(self, rejection: Rejection) -> None:
         self._load.started()
-        self._fail(rejected(rejection, self._engine.room.retry_after_s()))
+        self._fail(partial(rejected, rejection, self._engine.room.retry_after_s()))
 
-    def failed(self, error: ApiError) -> None:
-        self._fail(error)
+    def failed(self) -> None:
+        self._fail(internal_error)
 
     def _check_overflow(self) -> None:
         self._overflow_check_due = False
@@ -173,12 +174,12 @@ class Generation:
         log.warning("reader_too_slow", request_id=self.record.request_id, queued_bytes=sum(inbox.num_bytes for inbox in self._inboxes))
         for inbox in self._inboxes:
             self._drain(inbox)
-        self._fail(too_slow_reader())
+        self._fail(too_slow_reader)
         self.on_overflow()
 
-    def _fail(self, error: ApiError | ClientGoneError) -> None:
+    def _fail(self, make_error: Callable[[], ApiError | ClientGoneError]) -> None:
         """One sequence's failure is the whole request's; the first failure stands."""
-        self._error = self._error or error
+        self._make_error = self._make_error or make_error
         self._event.set()
         self.close()
 

@@ -51,6 +51,10 @@ _TOO_LARGE = ApiError(431, "headers_too_large", f"The request has more than {MAX
 Judge = Callable[[Scope], Refusal | None]
 
 
+def _nothing() -> None:
+    """What else is to be done when a response is complete."""
+
+
 class HttpServer(uvicorn.Server):
     """Serves until `should_exit` is set. What `judge` refuses never comes before the application."""
 
@@ -76,8 +80,11 @@ class HttpServer(uvicorn.Server):
         """In place of the event loop's servers, which take one connection in a turn."""
         protocol_class: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
         make_protocol = functools.partial(protocol_class, config=self.config, server_state=self.server_state, app_state={})
-        self.servers = [Acceptor(listener, make_protocol) for listener in sockets or ()]  # type: ignore[misc]  # they are only closed
+        self.servers = [Acceptor(listener, make_protocol, self._num_to_take) for listener in sockets or ()]  # type: ignore[misc]  # they are only closed
         self.started = True
+
+    def _num_to_take(self) -> int:
+        return self.limit.num_to_take(self.num_open_connections)
 
     @property
     def num_open_connections(self) -> int:
@@ -244,10 +251,12 @@ class GuardedProtocol(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
             return
         cycle.response_started = cycle.response_complete = True
+        cycle.keep_alive = cycle.keep_alive and refusal.error.headers.get("Connection") != "close"
         self._write_error(refusal.error, keep_alive=cycle.keep_alive, request_id=refusal.request_id)
         if not cycle.keep_alive:
             self.transport.close()
         self.on_response_complete()
+        cycle.on_response = _nothing  # as at the end of a task: the two would refer to each other for good
 
     def _refusal(self, cycle: RequestResponseCycle) -> Refusal | None:
         """One at a time, and to who takes the answers: others wait for a task's turn, so that they hold up nobody and pile up nothing."""
@@ -274,7 +283,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Written only where no other response is being written."""
+        """Written only where no other response is being written, and none was the last."""
+        if self.transport.is_closing():
+            return
         if self._running is None or self._running.response_complete or not self._running.response_started:
             self._write_error(_TOO_LARGE if self._headers_too_large else _MALFORMED)
         self.transport.close()

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import msgspec
 
-from frontend.errors import ApiError
 from pagemill.messages import NONE, AddRequest, Rejection, SequenceKey, SequenceOutput
 
 
@@ -24,7 +23,8 @@ class Sink(Protocol):
 
     def rejected(self, rejection: Rejection) -> None: ...
 
-    def failed(self, error: ApiError) -> None: ...
+    def failed(self) -> None:
+        """Something went wrong here that is no fault of the request."""
 
 
 class LiveSequence:

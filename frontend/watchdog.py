@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 
+#: A timer may ring early by what a clock's numbers are rounded to.
+_TICK_S = 0.001
+
 
 class Watchdog:
     """One limit. It is armed and disarmed with every request and expires with few: so a timer that was set stays, and looks at the time when it rings."""
@@ -45,7 +48,7 @@ class Watchdog:
         self._timer = None
         if self._due == math.inf:
             return
-        if self._loop.time() < self._due:
+        if self._due - self._loop.time() > _TICK_S:
             self._timer = self._loop.call_at(self._due, self._wake)
         elif 0 < self._transport.get_write_buffer_size() < self._num_unsent:
             self.arm(self._timeout_s)

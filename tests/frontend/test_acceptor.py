@@ -149,13 +149,45 @@ def test_without_descriptors_one_is_turned_away_for_each_that_cannot_be_taken(fa
     run(serve())
 
 
+def test_where_none_can_be_taken_nor_turned_away_the_loop_does_not_spin(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "PAUSE_S", 0.01)
+
+    async def serve() -> None:
+        with ExitStack() as stack:
+            connect(listener, stack, 1)
+            refusing = Refusing(listener, [errno.ENOMEM] * 5)
+            taking = Acceptor(refusing, Served)  # type: ignore[arg-type]
+            monkeypatch.setattr(Acceptor, "_turn_away", lambda self: False)
+            await until(lambda: len(refusing.failures) < 5)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert len(refusing.failures) == 4, "it rests after the first"
+            await until(lambda: Served.made == 1)
+            taking.close()
+
+    run(serve())
+
+
+def test_no_more_are_taken_in_a_turn_than_there_are_descriptors_for(listener: socket.socket) -> None:
+    async def serve() -> None:
+        with ExitStack() as stack:
+            connect(listener, stack, 20)
+            taking = Acceptor(listener, Served, lambda: 4)
+            await until(lambda: Served.made > 0)
+            assert Served.made <= 8
+            await until(lambda: Served.made == 20)
+            taking.close()
+
+    run(serve())
+
+
 def test_where_the_spare_descriptor_is_lost_it_goes_on_without(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve() -> None:
         with ExitStack() as stack:
             connect(listener, stack, 4)
             taking = Acceptor(Refusing(listener, [errno.EMFILE, 0] * 2), Served)  # type: ignore[arg-type]
             monkeypatch.setattr(acceptor, "_open_spare", lambda: NONE)
-            await until(lambda: Served.made == 2)
+            await until(lambda: Served.made == 3)
             before = num_descriptors()
             taking.close()
             assert num_descriptors() == before  # nobody else's descriptor is closed in its place

@@ -248,6 +248,19 @@ def test_what_follows_a_last_request_that_was_refused_is_not_begun(full: Running
     assert b"connection: close" in answer
 
 
+def test_a_refusal_that_says_close_closes(full: RunningFrontend) -> None:
+    """Nobody reads ten gigabytes to throw them away, and what follows a body that was never sent is none."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {10 * 2**30}\r\n\r\n"
+    answer = answers_to(full.port, head.encode())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer.lower()
+
+
+def test_garbage_behind_a_last_refusal_gets_no_second_answer(full: RunningFrontend) -> None:
+    answer = answers_to(full.port, post_of(10, "Connection: close") + b"\x00 this is no HTTP\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 429 ") == 1
+
+
 def test_an_answer_to_a_head_request_has_no_body(full: RunningFrontend) -> None:
     response = full.client.head(COMPLETIONS)
     assert (response.status_code, response.content) == (405, b"")

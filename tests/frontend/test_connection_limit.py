@@ -127,6 +127,8 @@ def test_the_limit_leaves_descriptors_for_what_is_no_connection() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 256)
         limit = ConnectionLimit(1000)
         assert limit.maximum == 256 - RESERVED_DESCRIPTORS - NUM_SURPLUS
+        assert limit.num_to_take(0) == (256 - RESERVED_DESCRIPTORS) // 3
+        assert limit.num_to_take(256 - RESERVED_DESCRIPTORS) == 8
         limit.maximum = 7
         assert limit.maximum == 7
     """)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.errors import ApiError
 from frontend.in_flight import LiveSequence
 from pagemill.messages import NONE, AddRequest, Limits, Rejection, SamplingParams, SequenceKey, SequenceOutput, TokenLogprobs, unpack_ids
 
@@ -24,7 +23,7 @@ class NoSink:
 
     def rejected(self, rejection: Rejection) -> None: ...
 
-    def failed(self, error: ApiError) -> None: ...
+    def failed(self) -> None: ...
 
 
 def output(first_index: int, *ids: int, **changes: Any) -> SequenceOutput:
