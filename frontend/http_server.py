@@ -38,6 +38,8 @@ SURPLUS_TIMEOUT_S = 2.0
 KEEP_ALIVE_TIMEOUT_S = 30
 #: A client that takes none of what waits for it is given up after this time.
 WRITE_TIMEOUT_S = 60.0
+#: Who is refused while sending a body may go on sending for so long, and is not heard.
+LINGER_S = 2.0
 #: Requests sent ahead of their turn on one connection, and bytes of them that are kept unparsed.
 MAX_PIPELINED = 16
 MAX_BACKLOG_BYTES = 1024 * 1024
@@ -116,6 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _reading_headers = True
     _headers_too_large = False
     _replaying = False  #: a head that has been handled is parsed once more
+    _is_lingering = False  #: the last answer has been given, though the client still sends
     _has_refused = False  #: since something was last received
     _running: RequestResponseCycle | None = None
     _backlog = b""
@@ -153,6 +156,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """While requests wait for their turn, what follows them waits unparsed. It is read all the same: who does not read does not see the client leave."""
+        if self._is_lingering:
+            return
         if self.pipeline:
             self._backlog += data
             if len(self._backlog) > MAX_BACKLOG_BYTES:
@@ -242,7 +247,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- writing ------------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        if self.transport.is_closing():
+        if self._is_over:
             return  # the answer to a request before it was the last
         cycle.keep_alive = cycle.keep_alive and not self._is_surplus
         self._running = cycle
@@ -253,10 +258,21 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle.response_started = cycle.response_complete = True
         cycle.keep_alive = cycle.keep_alive and refusal.error.headers.get("Connection") != "close"
         self._write_error(refusal.error, keep_alive=cycle.keep_alive, request_id=refusal.request_id)
-        if not cycle.keep_alive:
+        if not cycle.keep_alive and not self._announces_body():
             self.transport.close()
         self.on_response_complete()
+        if not cycle.keep_alive and not self.transport.is_closing():
+            self._linger()
         cycle.on_response = _nothing  # as at the end of a task: the two would refer to each other for good
+
+    def _announces_body(self) -> bool:
+        return any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+
+    def _linger(self) -> None:
+        """Says that this was all, and throws away what comes for a moment: a client that is still sending would lose the answer to a reset."""
+        self._is_lingering = True
+        self.transport.write_eof()
+        self._idle.arm(LINGER_S)
 
     def _refusal(self, cycle: RequestResponseCycle) -> Refusal | None:
         """One at a time, and to who takes the answers: others wait for a task's turn, so that they hold up nobody and pile up nothing."""
@@ -284,7 +300,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Written only where no other response is being written, and none was the last."""
-        if self.transport.is_closing():
+        if self._is_over:
             return
         if self._running is None or self._running.response_complete or not self._running.response_started:
             self._write_error(_TOO_LARGE if self._headers_too_large else _MALFORMED)
@@ -299,6 +315,11 @@ class GuardedProtocol(HttpToolsProtocol):
         head = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
         date = b"".join(b"%s: %s\r\n" % header for header in self.server_state.default_headers)
         self.transport.write(STATUS_LINE[error.status] + date + head.encode() + b"\r\n" + body)
+
+    @property
+    def _is_over(self) -> bool:
+        """No request is begun any more, and nothing answered."""
+        return self._is_lingering or self.transport.is_closing()
 
     @property
     def _header_timeout_s(self) -> float:

@@ -256,6 +256,16 @@ def test_a_refusal_that_says_close_closes(full: RunningFrontend) -> None:
     assert b"connection: close" in answer.lower()
 
 
+def test_who_is_refused_while_still_sending_hears_it(full: RunningFrontend) -> None:
+    """A connection that is closed at once would be reset by what still comes, and the answer lost."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**33}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", full.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(head.encode())
+        for _ in range(256):
+            connection.sendall(bytes(65536))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
 def test_garbage_behind_a_last_refusal_gets_no_second_answer(full: RunningFrontend) -> None:
     answer = answers_to(full.port, post_of(10, "Connection: close") + b"\x00 this is no HTTP\r\n\r\n")
     assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 429 ") == 1

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,13 +70,13 @@ async def scripted(replies: Sequence[bytes], on_ask: Callable[[int, int], None])
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal num_asked
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
-        await reader.readexactly(length)
-        on_ask(num_asked, writer.get_extra_info("peername")[1])
-        writer.write(replies[min(num_asked, len(replies) - 1)])
-        num_asked += 1
-        writer.close()
+        with closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            await reader.readexactly(length)
+            on_ask(num_asked, writer.get_extra_info("peername")[1])
+            writer.write(replies[min(num_asked, len(replies) - 1)])
+            num_asked += 1
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -284,10 +284,10 @@ class Patient:
         return LogFollower(self._log_path, 0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        self.clients.num_parts += self._status == "200 OK"
-        writer.write(response(self._status, "{}"))
-        writer.close()
+        with closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            self.clients.num_parts += self._status == "200 OK"
+            writer.write(response(self._status, "{}"))
 
     def be_struck(self, *_: object) -> Struck:
         """Called in a thread."""
