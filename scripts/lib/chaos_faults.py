@@ -7,6 +7,7 @@ know what the clients see.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import signal
 import time
@@ -46,6 +47,9 @@ KINDS = (*SIGNALS, *REQUESTS)
 FREEZE_S = (0.1, 0.8)
 #: A watchdog kills frontends and schedulers that are silent for so long.
 HEARTBEAT_S = 10.0
+#: Between two looks at a process that is being stopped.
+_STOP_LOOK_S = 0.001
+_LIBC = ctypes.CDLL(None, use_errno=True)
 #: Chance that another process dies while the first is being repaired, and when.
 _DOUBLE, _DOUBLE_S = 0.25, (0.0, 2.0)
 
@@ -153,13 +157,35 @@ def strike(server: Server, fault: Fault, excuse: Callable[[set[int]], None]) -> 
     """
     process = server.child(fault.process)
     if fault.process_kind == "frontend" and fault.kind != "freeze":
-        process.send_signal(signal.SIGSTOP)  # so that nothing is accepted between the look and the end
+        halt(process)  # so that nothing is accepted between the look and the end
         excuse(client_ports(process.pid))
     at = time.time()
-    process.send_signal(SIGNALS[fault.kind])
     if fault.kind == "segv":
+        signal_main_thread(process.pid, SIGNALS[fault.kind])
         thaw(process)  # or the signal waits as the process does
+    else:
+        process.send_signal(SIGNALS[fault.kind])
     return Struck(at, process)
+
+
+def halt(process: psutil.Process) -> None:
+    """Returns once it stands still, or is gone."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            time.sleep(_STOP_LOOK_S)
+    except psutil.NoSuchProcess:
+        pass
+
+
+def signal_main_thread(pid: int, number: signal.Signals) -> None:
+    """To a stopped process's main thread, which then does nothing more once it is thawed.
+
+    A signal to the process would be any thread's: while that one dies of it, the main thread goes on and accepts
+    connections that nobody has looked at. Raises OSError.
+    """
+    if _LIBC.tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), f"no {number.name} for process {pid}")
 
 
 def thaw(process: psutil.Process) -> None:

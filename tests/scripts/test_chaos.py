@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import pytest
 from scripts.lib.chaos import Outcome
 from scripts.lib.chaos_audit import Holdings, leaks
 from scripts.lib.chaos_clients import RESERVED_TOKEN_IDS, Asked, Clients, make_request
-from scripts.lib.chaos_faults import KINDS, Fault, FaultSource, Limits, Struck, all_faults, strike
+from scripts.lib.chaos_faults import KINDS, Fault, FaultSource, Limits, Struck, all_faults, halt, signal_main_thread, strike
 from scripts.lib.chaos_watch import LOST, RESTARTED, Report, Watch, disturb
 from tests.helpers.script import load_bench
 from tests.helpers.server import LogFollower, Server
@@ -266,6 +267,30 @@ def test_a_strike_on_a_frontend_tells_first_whose_connections_it_takes_along(kin
             assert before <= at <= time.time()
             assert excused == {client.getsockname()[1]}
             assert victim.wait(30) == -ended_by
+
+
+CROWD = """
+import threading
+for _ in range(4):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_signal_to_the_main_thread_is_no_other_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", CROWD], stdout=subprocess.PIPE) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == b"ready\n"
+        halt(psutil.Process(victim.pid))
+        signal_main_thread(victim.pid, signal.SIGSEGV)
+        status = Path(f"/proc/{victim.pid}/status").read_text()
+        victim.send_signal(signal.SIGCONT)
+        assert victim.wait(30) == -signal.SIGSEGV
+    pending = {name: int(signals, 16) for name, signals in re.findall(r"(SigPnd|ShdPnd):\s*(\w+)", status)}
+    assert pending == {"SigPnd": 1 << signal.SIGSEGV - 1, "ShdPnd": 0}
+    with pytest.raises(OSError, match=f"no SIGSEGV for process {victim.pid}"):
+        signal_main_thread(victim.pid, signal.SIGSEGV)
 
 
 class Patient:
