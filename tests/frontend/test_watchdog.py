@@ -81,6 +81,14 @@ def test_it_drops_when_the_time_is_over_and_not_before(watched: Watched) -> None
     assert watched.is_dropped_after(0.1)
 
 
+def test_a_timer_that_rings_a_moment_early_is_not_set_again(watched: Watched) -> None:
+    watched.dog.arm(30)
+    watched.loop.now += 30 - 1e-9  # as a clock's rounding makes it
+    watched.loop.timers.pop().work()
+    assert watched.transport.is_dropped
+    assert watched.loop.timers == []
+
+
 def test_disarmed_it_drops_nothing(watched: Watched) -> None:
     watched.dog.arm(30)
     watched.dog.disarm()
