@@ -17,6 +17,8 @@ from typing import cast
 _END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 _TAIL_BYTES = 4096
 _LONGEST_TEXT = 1 << 24
+#: A connection that was idle for longer is not used again: the server may be closing it, which it does after 30 s.
+_MAX_IDLE_S = 20.0
 #: The status of an answer that never came whole.
 BROKEN = 0
 
@@ -31,7 +33,7 @@ class Answer:
     first_at: float = 0.0  #: when the first byte came
     ended_at: float = 0.0
     num_bytes: int = 0  #: of the body, chunk sizes included
-    tail: bytes = b""  #: the end of the body; all of a short one
+    tail: bytes = b""  #: the end of the body; all of a short one. What became of the connection, if it broke
 
     @property
     def latency_s(self) -> float:
@@ -43,6 +45,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.is_open = False
+        self.idle_since = 0.0  #: by `time.perf_counter()`, since it was made or answered
+        self._sent_at = 0.0
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._done: asyncio.Future[Answer] | None = None
@@ -62,7 +66,8 @@ class Connection(asyncio.Protocol):
         self, request: bytes, due: float | None = None, on_start: Callable[[], object] = lambda: None, tail_bytes: int = _TAIL_BYTES
     ) -> asyncio.Future[Answer]:
         """Sends a request, now. The future never fails: what breaks is in the answer. `on_start` is called when a status has come."""
-        self._answer = Answer(time.perf_counter() if due is None else due)
+        self._sent_at = time.perf_counter()
+        self._answer = Answer(self._sent_at if due is None else due)
         self._done = asyncio.get_running_loop().create_future()
         self._head, self._on_start, self._tail_bytes = b"", on_start, tail_bytes
         done = self._done
@@ -71,6 +76,10 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.write(request)
         return done
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_open and time.perf_counter() - self.idle_since < _MAX_IDLE_S
 
     def close(self) -> None:
         if self._transport is not None:
@@ -81,9 +90,13 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.is_open = True
+        self.idle_since = time.perf_counter()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
+        if self._answer is not None:
+            seconds = time.perf_counter() - self._sent_at
+            self._answer.tail = f"{exc or 'closed'} {seconds:.3f} s after it was sent; idle before for {self._sent_at - self.idle_since:.3f} s".encode()
         self._finish(BROKEN)
 
     def data_received(self, data: bytes) -> None:
@@ -121,6 +134,7 @@ class Connection(asyncio.Protocol):
         if answer is None or done is None or done.done():
             return
         answer.status, answer.ended_at = status, time.perf_counter()
+        self.idle_since = answer.ended_at
         done.set_result(answer)
 
 
@@ -146,8 +160,8 @@ class Client:
     async def ask(self, request: bytes, due: float | None = None, on_start: Callable[[], object] = lambda: None, tail_bytes: int = _TAIL_BYTES) -> Answer:
         """One request on a connection that is idle, or on a new one. Never raises for what the server does."""
         due = time.perf_counter() if due is None else due
-        while self._idle and not self._idle[-1].is_open:
-            self._all.discard(self._idle.pop())
+        while self._idle and not self._idle[-1].is_usable:
+            self._discard(self._idle.pop())
         try:
             connection = self._idle.pop() if self._idle else await self._open()
         except OSError:
@@ -156,7 +170,7 @@ class Client:
         if connection.is_open:
             self._idle.append(connection)
         else:
-            self._all.discard(connection)
+            self._discard(connection)
         return answer
 
     async def text(self, path: str) -> str:
@@ -182,8 +196,7 @@ class Client:
         except TimeoutError:
             return Answer(time.perf_counter())
         finally:
-            connection.close()
-            self._all.discard(connection)
+            self._discard(connection)
 
     def drop_all(self) -> None:
         """Closes every connection, whatever waits on it."""
@@ -196,6 +209,10 @@ class Client:
         connection = await Connection.open(self._host, self._port)
         self._all.add(connection)
         return connection
+
+    def _discard(self, connection: Connection) -> None:
+        connection.close()
+        self._all.discard(connection)
 
 
 def get(path: str) -> bytes:
