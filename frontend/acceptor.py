@@ -14,12 +14,12 @@ import os
 import socket
 from collections.abc import Callable
 
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 from pagemill.telemetry import get_logger
 
 #: Connections that are taken in one turn.
 MAX_A_TURN = 256
-#: Where no more can be taken nor turned away.
+#: How long nothing is accepted once no connection can be taken, nor even turned away.
 PAUSE_S = 0.1
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -27,7 +27,7 @@ log = get_logger("frontend.acceptor")
 
 
 class Acceptor:
-    """Of one listening socket, in the running event loop, until it is closed; the socket is its owner's."""
+    """Accepts the connections of one listening socket, in the running event loop, until it is closed. It does not own the socket."""
 
     def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], num_to_take: Callable[[], int] = lambda: MAX_A_TURN) -> None:
         self._listener = listener
@@ -51,7 +51,7 @@ class Acceptor:
             self._spare = NONE
 
     async def wait_closed(self) -> None:
-        """Until those that were taken have got their protocol."""
+        """Returns when every connection that was taken has got its protocol."""
         await asyncio.gather(*self._tasks)
 
     def _accept(self) -> None:
@@ -79,7 +79,7 @@ class Acceptor:
             connection.close()
 
     def _turn_away(self) -> bool:
-        """One connection that there is no descriptor for. False if there was none, or nothing to take it with."""
+        """Closes one waiting connection that there is no descriptor for. False if none waits, or if not even the spare descriptor is left."""
         if self._spare == NONE:
             self._spare = _open_spare()
         if self._spare == NONE:

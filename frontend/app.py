@@ -2,8 +2,9 @@
 
 Every request gets an id, a record and a load, is matched to an endpoint, must be allowed to call it, and is answered by it;
 what is refused or fails on the way becomes an error in OpenAI's shape. The order is fixed: who may not call learns nothing,
-not even which routes exist. What the head of a request is refused for is said before anything is begun for it, for that must
-cost next to nothing (`refusal`). Requests with bodies that come at once begin a few at a time; all others go before them.
+not even which routes exist; `OPTIONS`, which browsers send without a key, is answered alike for every path. What the head
+of a request is refused for is said before anything is begun for it, for that must cost next to nothing (`refusal`).
+Requests with bodies that come at once begin a few at a time; all others go before them.
 This module must not know what endpoints do.
 """
 
@@ -36,6 +37,9 @@ ABORT_EXTENSION = "pagemill.abort"
 #: The key under which it says that it holds more connections than it should, of which this is one.
 SURPLUS_EXTENSION = "pagemill.surplus"
 UNMATCHED = "unmatched"
+
+#: The answer to `OPTIONS`, whatever the path.
+_ALL_METHODS = "GET, HEAD, OPTIONS, POST"
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -76,8 +80,8 @@ class Application:
     def refusal(self, scope: Scope) -> Refusal | None:
         """What a request hears that is refused for its head; it is on record then, and goes no further. None if it must be heard."""
         route, _ = self._match(scope["path"])
-        if scope["method"] == "HEAD":
-            return None  # its answer has no body
+        if scope["method"] in ("HEAD", "OPTIONS"):
+            return None  # their answers have no body
         try:
             self._examine(scope, route)
         except ApiError as error:
@@ -128,9 +132,10 @@ class Application:
     async def _respond(self, scope: Scope, receive: Receive, record: RequestRecord, load: Load, route: Route | None) -> Response:
         """The endpoint's response, or the one that says why there is none. Raises ClientGoneError."""
         try:
-            route, key_id = self._examine(scope, route)
             if scope["method"] == "OPTIONS":
-                return Response(status_code=204, headers={"Allow": _allowed(route)})
+                _refuse_surplus(scope, route)
+                return Response(status_code=204, headers={"Allow": _ALL_METHODS})
+            route, key_id = self._examine(scope, route)
             request_context.attach(scope, RequestContext(record, load, key_id, _connection_cutter(scope)))
             return await route.endpoint.handle(Request(scope, receive), self._services)
         except ApiError as error:
@@ -144,13 +149,10 @@ class Application:
 
     def _examine(self, scope: Scope, route: Route | None) -> tuple[Route, str]:
         """Everything that a head can be refused for, in order. The route and the id of the caller's key; raises ApiError."""
-        if _pattern(route) not in QUIET_ENDPOINTS and _extensions(scope).get(SURPLUS_EXTENSION, False):
-            raise too_many_connections()
+        _refuse_surplus(scope, route)
         key_id = self._services.authenticator.identify(scope)
         if route is None:
             raise route_not_found()
-        if scope["method"] == "OPTIONS":
-            return route, key_id
         if scope["method"] not in route.methods:
             raise method_not_allowed(_allowed(route))
         if route.takes_body:
@@ -179,6 +181,12 @@ def _route(path: str, endpoint: Endpoint) -> Route:
     regex, _, _ = compile_path(path)
     methods = frozenset(endpoint.METHODS)
     return Route(path, regex, methods | {"HEAD"} if "GET" in methods else methods, endpoint)
+
+
+def _refuse_surplus(scope: Scope, route: Route | None) -> None:
+    """Connections that are too many may ask short questions only. Raises ApiError (503) for others."""
+    if _pattern(route) not in QUIET_ENDPOINTS and _extensions(scope).get(SURPLUS_EXTENSION, False):
+        raise too_many_connections()
 
 
 def _pattern(route: Route | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from frontend.errors import debug_forbidden, invalid_api_key
+from pagemill.loopback import is_loopback
 
 #: Everything that answers without a key: probes, the version, the chat page and what that page loads.
 OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/healthz", "/ping", "/version"})
@@ -25,7 +25,7 @@ OPEN_FOLDER = "/static/"
 DEBUG_FOLDER = "/debug/"
 
 #: `name`, `name:port`, `[v6]`, `[v6]:port` and nothing else.
-_HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:@/\[\]]+))(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:@/%\[\]]+))(?::[0-9]{1,5})?")
 
 #: The identity of everybody where no key is asked for.
 ANYBODY = ""
@@ -64,7 +64,7 @@ class Authenticator:
         headers = Headers(scope=scope)
         if path.startswith(DEBUG_FOLDER):
             return self._identify_admin(scope, headers)
-        if not self._api_keys or scope["method"] == "OPTIONS" or is_open(path):
+        if not self._api_keys or is_open(path):
             return ANYBODY
         key_id = self._api_keys.identify(_presented(headers))
         if key_id is None:
@@ -111,6 +111,6 @@ def _is_loopback(name: str) -> bool:
     if name.lower().rstrip(".") == "localhost":
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return is_loopback(name)
     except ValueError:
         return False

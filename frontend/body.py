@@ -3,7 +3,7 @@
 Whoever wants to send one is admitted first (`frontend.overload`). A body is counted while it arrives, alone and with all
 others, and must arrive in time. Before anything parses it, its nesting is measured, so that no parser meets 20,000
 brackets; large ones are looked over and decoded in a thread, one by one, so that streams and probes go on. JSON is
-strict: no NaN, no lone surrogates, no invalid UTF-8, no key twice. What is wrong is said with the field's name and
+strict: no NaN, no lone surrogates, no invalid UTF-8, no key twice in any object. What is wrong is said with the field's name and
 without its value. This module must not know what fields mean.
 """
 
@@ -13,7 +13,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -27,21 +27,22 @@ from frontend.request_fields import EndpointName
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_DEPTH = 64
-#: What one body may consist of. Ten thousand messages with parts, or a million token ids, stay below.
+#: The most of each that one body may have. Ten thousand messages with parts, or a million token ids, stay below.
 MAX_CONTAINERS = 100_000
 MAX_STRINGS = 400_000
 MAX_VALUES = 1_000_000
+MAX_KEYS = 250_000
 MAX_FIELDS = 1_000
 BODY_TIMEOUT_S = 60.0
 #: Bodies above this size are worked on in a thread.
 _LARGE_BYTES = 16 * 1024
-#: Such work comes in pieces of up to 70 ms in which no other thread runs; between two pieces of one thread the event loop does.
+#: A single thread: its steps hold the GIL for up to 70 ms each, and the event loop runs only between two of them.
 _thread = ThreadPoolExecutor(1, thread_name_prefix="body")
 
 _OTHERS = bytes(byte for byte in range(256) if byte not in b"[]{}:,")
 _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _INNERMOST = re.compile(rb"\[[^\[\]]*\]")
-#: What msgspec says of a wrong value: types and names of required fields, then the path.
+#: msgspec's words for a wrong value: what was expected and found, then the path to it.
 _COMPLAINT = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$(?P<path>[^`]*)`)?", re.DOTALL)
 _SAFE_COMPLAINT = re.compile(r"Expected `[a-z| ]+`, got `[a-z]+`|Object missing required field `[a-z_]+`")
 
@@ -72,7 +73,7 @@ async def read_json(request: Request) -> bytes:
 
 
 def check_head(headers: Headers) -> None:
-    """What is said of a body ahead of it. Raises ApiError (413, 415)."""
+    """Checks what the headers say of the body. Raises ApiError (413, 415)."""
     media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise unsupported_media_type()
@@ -97,27 +98,47 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 
 
 def _decode(data: bytes, decoder: msgspec.json.Decoder[Body], endpoint: EndpointName | None) -> tuple[Body, Fields]:
-    num_keys = look_over(data)
+    num_fields, num_keys = look_over(data)
     try:
         fields = _fields_decoder.decode(data)
     except msgspec.ValidationError:
         raise invalid_json("The request body must be a JSON object.") from None
     except (msgspec.MsgspecError, RecursionError):
         raise invalid_json() from None
-    if num_keys != len(fields):
+    if num_fields != len(fields):
         raise invalid_json("The request body has a field twice.")
     if endpoint is not None:
         request_fields.check_names(endpoint, fields)
     try:
-        return decoder.decode(data), fields
+        decoded = decoder.decode(data)
     except msgspec.ValidationError as error:
         raise _complaint(str(error), endpoint) from None
     except msgspec.MsgspecError:
         raise invalid_json() from None
+    if num_keys > num_fields and num_keys != num_fields + _num_keys_within(fields):
+        raise invalid_json("An object in the request body has a key twice.")
+    return decoded, fields
 
 
-def look_over(data: bytes) -> int:
-    """The number of keys of the outermost object. Raises ApiError (400) for what no parser should meet.
+def _num_keys_within(fields: Fields) -> int:
+    """The keys of all objects in the fields, of which a parser keeps the last of each name. Raises ApiError (400) for what none can read."""
+    try:
+        values: list[Any] = [msgspec.json.decode(raw) for raw in fields.values() if b"{" in bytes(raw)]
+    except msgspec.MsgspecError:
+        raise invalid_json() from None
+    num_keys = 0
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            num_keys += len(value)
+            value = value.values()
+        if not isinstance(value, str):
+            values += [item for item in value if isinstance(item, dict | list)]
+    return num_keys
+
+
+def look_over(data: bytes) -> tuple[int, int]:
+    """The number of keys of the outermost object, and of all objects. Raises ApiError (400) for what no parser should meet.
 
     Works in time linear in the body whatever it contains. Escapes go first, so that every quote left begins or ends a
     string; then strings go; of the rest only brackets and colons matter. Then the innermost pairs of brackets are
@@ -135,7 +156,10 @@ def look_over(data: bytes) -> int:
         raise invalid_json(f"The request body has more than {MAX_CONTAINERS} arrays and objects.")
     if structure.count(b",") > MAX_VALUES:
         raise invalid_json(f"The request body has more than {MAX_VALUES} values.")
-    return _count_fields(structure.replace(b",", b""))
+    num_keys = structure.count(b":")
+    if num_keys > MAX_KEYS:
+        raise invalid_json(f"The request body has more than {MAX_KEYS} keys.")
+    return _count_fields(structure.replace(b",", b"")), num_keys
 
 
 def _count_fields(structure: bytes) -> int:

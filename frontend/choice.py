@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from frontend.detokenizer import Detokenizer
 from frontend.stop_strings import StopStrings
 from frontend.token_bytes import TokenBytes
-from pagemill.messages import NONE, FinishReason, SequenceOutput, TokenLogprobs
+from pagemill.ids import NONE
+from pagemill.messages.frontend import SequenceOutput
+from pagemill.messages.sequences import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,14 @@ class _Pending:
 
 
 class Choice:
-    """The state of one choice. `finish` is set once, by its last delta."""
+    """The state of one choice. `finish` is set once, by its last delta. `begins_text`: its text does not continue the prompt's."""
 
-    def __init__(self, index: int, token_bytes: TokenBytes, options: TextOptions) -> None:
+    def __init__(self, index: int, token_bytes: TokenBytes, options: TextOptions, *, begins_text: bool = True) -> None:
         self.index = index
         self.num_tokens = 0
         self.finish: Finish | None = None
         self._options = options
-        self._detokenizer = Detokenizer(token_bytes, options.skip_special_tokens)
+        self._detokenizer = Detokenizer(token_bytes, options.skip_special_tokens, begins_text=begins_text)
         self._stops = StopStrings(options.stops, options.include_stop)
         self._num_detokenized = 0  #: characters
         self._num_emitted = 0  #: characters

@@ -14,10 +14,11 @@ from typing import Literal
 NUM_SURPLUS = 32
 #: Descriptors that are no connections: listeners, channels, logs, what a scrape of the metrics opens.
 RESERVED_DESCRIPTORS = 96
-#: Turns of the event loop for which one is open that hears there are too many, and how many are taken in one even then.
+#: Turns of the event loop for which a connection stays open that only hears there are too many; for each there must be descriptors.
 _TURNS_OPEN = 3
+#: Connections that are taken in one turn even if descriptors seem to be short.
 _FEWEST_A_TURN = 8
-#: Enough, where the system sets no limit.
+#: Stands for the limit of descriptors where the system sets none.
 _MOST_DESCRIPTORS = 1 << 20
 
 Place = Literal["within", "surplus", "beyond"]
@@ -61,7 +62,7 @@ class ConnectionLimit:
 
 
 def raise_descriptor_limit() -> None:
-    """To the most this process may set itself."""
+    """Sets the limit of descriptors as high as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -21,29 +21,28 @@ from frontend.readiness import Readiness
 from frontend.waiting_room import WaitingRoom
 from pagemill.channels import Channel, ChannelError
 from pagemill.injection import reach
-from pagemill.messages import (
+from pagemill.messages.debug_state import DebugState
+from pagemill.messages.frontend import (
     AbortRequest,
     AddRequest,
-    DebugState,
     DebugStateQuery,
     DebugStateReply,
     DecisionsQuery,
     DecisionsReply,
-    FinishReason,
     FinishRequest,
     FrontendToScheduler,
-    Hello,
     Rejection,
     SchedulerReady,
     SchedulerToFrontend,
-    SequenceKey,
     SequenceOutput,
     StatsSnapshot,
     StepOutput,
 )
+from pagemill.messages.sequences import FinishReason, SequenceKey
+from pagemill.messages.wire import Hello
 from pagemill.telemetry import get_logger
 
-#: From one look at who has waited for too long to the next.
+#: How often the waiting room is searched for sequences that have waited too long.
 _LOOK_S = 0.25
 
 log = get_logger("frontend.engine")

@@ -12,7 +12,7 @@ import re
 
 import msgspec
 
-from pagemill.messages import Rejection
+from pagemill.messages.frontend import Rejection
 
 #: An error body stays below 4 KiB: message and param are cut.
 MAX_MESSAGE_BYTES = 1024
@@ -90,6 +90,10 @@ def context_length_exceeded(param: str, max_model_len: int, asked: str) -> ApiEr
     return ApiError(400, "context_length_exceeded", f"This model's context length is {max_model_len} tokens, but {asked}.", param)
 
 
+def reply_too_large(max_bytes: int) -> ApiError:
+    return ApiError(400, "reply_too_large", f"The reply has more than {max_bytes} bytes: ask for less, or set 'stream'.", "stream")
+
+
 # --- the client may not, or came to the wrong place ------------------------------------------------------
 
 
@@ -149,6 +153,11 @@ def queue_full(retry_after_s: int = 1) -> ApiError:
 
 def bodies_full(retry_after_s: int) -> ApiError:
     return ApiError(429, "rate_limit_exceeded", "Too many large request bodies are being read.", headers={"Retry-After": str(retry_after_s)})
+
+
+def replies_full(retry_after_s: int) -> ApiError:
+    message = "Too many large replies are being gathered; with 'stream' this one would not wait to be complete."
+    return ApiError(429, "rate_limit_exceeded", message, headers={"Retry-After": str(retry_after_s)})
 
 
 def too_many_connections() -> ApiError:

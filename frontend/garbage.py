@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from pagemill.telemetry import get_logger
 
-#: Between two full looks while nothing is to be done, and in any case.
+#: The time from one full look to the next: while there are no requests, and while there are.
 IDLE_INTERVAL_S = 60.0
 LONGEST_INTERVAL_S = 900.0
-#: So many looks at the middle generation are never taken.
+#: A threshold that is never reached: the interpreter begins no full look by itself.
 _NEVER = 1 << 30
 
 log = get_logger("frontend.garbage")
@@ -29,10 +29,10 @@ class GarbageWatch:
     def __init__(self, is_idle: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._is_idle = is_idle
         self._clock = clock
-        self._last: float | None = None  #: None: everything is as the interpreter has it
+        self._last: float | None = None  #: None before `settle`: the interpreter looks when it likes
 
     def settle(self) -> None:
-        """What is there now has been loaded to stay."""
+        """Called when everything is loaded: what exists now stays for good, and need not be looked at again."""
         gc.collect()
         gc.freeze()
         young, middle, _ = gc.get_threshold()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from frontend.choice import Choice, Delta
@@ -19,12 +19,15 @@ from frontend.engine import Engine
 from frontend.errors import ApiError, internal_error, rejected, sequence_failed, too_slow_reader
 from frontend.overload import Load
 from frontend.request_metrics import RequestRecord
-from pagemill.messages import AddRequest, Rejection, SequenceKey, SequenceOutput
+from pagemill.messages.frontend import AddRequest, Rejection, SequenceOutput
+from pagemill.messages.sequences import SequenceKey
 from pagemill.telemetry import get_logger
 
 #: What may wait for a reader, per sequence.
 MAX_QUEUED_OUTPUTS = 256
 MAX_QUEUED_BYTES = 1024 * 1024
+#: Tokens that one reader turns into text and JSON in one turn of the event loop: up to 2 ms, with twenty logprobs each.
+_TOKENS_A_TURN = 64
 
 log = get_logger("frontend.generation")
 
@@ -66,6 +69,8 @@ class Generation:
         self._cached = [0] * len(choices)
         self._make_error: Callable[[], ApiError | ClientGoneError] | None = None  #: what the reader is told; kept itself, it would refer to its reader
         self._event = asyncio.Event()
+        self._taken: deque[SequenceOutput] = deque()  #: by the reader out of the inboxes, in order for each choice
+        self._is_reading = False  #: the reader waits here, not for its client
         self._overflow_check_due = False
         self._texts: list[list[str]] | None = [[] for _ in choices] if log_texts else None
 
@@ -85,26 +90,32 @@ class Generation:
 
     def client_gone(self) -> None:
         """The client went away: its sequences end now, and the reader is told."""
+        self._taken.clear()
         self._fail(ClientGoneError)
 
     # --- the reader's side --------------------------------------------------------------------------------
 
     async def deltas(self, timeout_s: float | None = None) -> list[Delta]:
-        """Everything that is new, at least one delta; nothing if time ran out first. Raises ApiError or ClientGoneError."""
-        if not self._event.is_set():
-            try:
+        """What is new, as much as a turn of the event loop allows; nothing if time ran out first. Raises ApiError or ClientGoneError."""
+        self._is_reading = True
+        try:
+            if self._taken:
+                await asyncio.sleep(0)  # others go before the rest of what was taken
+            elif not self._event.is_set():
                 async with asyncio.timeout(timeout_s):
                     await self._event.wait()
-            except TimeoutError:
-                return []
-        self._event.clear()
-        deltas = [self._take(index, output) for index, inbox in enumerate(self._inboxes) if inbox.outputs for output in self._drain(inbox)]
-        if self._make_error is not None and not deltas:
-            self._event.set()
-            raise self._make_error()
+        except TimeoutError:
+            return []
+        finally:
+            self._is_reading = False
+        if not self._taken:
+            self._event.clear()
+            self._taken.extend(output for inbox in self._inboxes if inbox.outputs for output in self._drain(inbox))
         if self._make_error is not None:
-            self._event.set()  # to be raised by the next call, after what came before it
-        return [delta for delta in deltas if delta is not None]
+            self._event.set()  # to be raised once what came before it has been given
+            if not self._taken:
+                raise self._make_error()
+        return list(self._take_some())
 
     @property
     def finished(self) -> bool:
@@ -125,10 +136,16 @@ class Generation:
         inbox.num_bytes = 0
         return outputs
 
-    def _take(self, index: int, output: SequenceOutput) -> Delta | None:
+    def _take_some(self) -> Iterator[Delta]:
+        num_tokens = 0
+        while self._taken and num_tokens < _TOKENS_A_TURN:
+            output = self._taken.popleft()
+            if self.choices[output.key.choice].finish is None:  # else it was on its way when a stop string was found
+                num_tokens += len(output.token_ids)
+                yield self._take(output.key.choice, output)
+
+    def _take(self, index: int, output: SequenceOutput) -> Delta:
         choice = self.choices[index]
-        if choice.finish is not None:
-            return None  # tokens that were on their way when a stop string was found
         delta = choice.feed(output)
         if delta.keep is not None:
             self.record.finish(index, "stop", delta.keep)
@@ -156,9 +173,7 @@ class Generation:
         inbox.num_bytes += _size(output)
         self._event.set()
         if inbox.overflows and not self._overflow_check_due:
-            # A burst that arrived at once is no fault of the reader, which could not run meanwhile: it goes first.
-            self._overflow_check_due = True
-            asyncio.get_running_loop().call_soon(self._check_overflow)
+            self._check_overflow_soon()
 
     def rejected(self, rejection: Rejection) -> None:
         self._load.started()
@@ -167,13 +182,22 @@ class Generation:
     def failed(self) -> None:
         self._fail(internal_error)
 
+    def _check_overflow_soon(self) -> None:
+        """A burst that arrived at once is no fault of the reader, which could not run meanwhile: it goes first."""
+        self._overflow_check_due = True
+        asyncio.get_running_loop().call_soon(self._check_overflow)
+
     def _check_overflow(self) -> None:
         self._overflow_check_due = False
         if not any(inbox.overflows for inbox in self._inboxes):
             return
+        if self._is_reading:
+            self._check_overflow_soon()  # it is at work on what came before, and goes on in its next turn
+            return
         log.warning("reader_too_slow", request_id=self.record.request_id, queued_bytes=sum(inbox.num_bytes for inbox in self._inboxes))
         for inbox in self._inboxes:
             self._drain(inbox)
+        self._taken.clear()
         self._fail(too_slow_reader)
         self.on_overflow()
 

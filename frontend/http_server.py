@@ -36,11 +36,11 @@ HEADER_TIMEOUT_S = 30.0
 #: A connection that is one too many has little time to say what it wants.
 SURPLUS_TIMEOUT_S = 2.0
 KEEP_ALIVE_TIMEOUT_S = 30
-#: A client that takes none of what waits for it is given up after this time.
+#: A client that reads nothing of what is ready for it is dropped after this time.
 WRITE_TIMEOUT_S = 60.0
-#: Who is refused while sending a body may go on sending for so long, and is not heard.
+#: After a last answer, what a client still sends is read and thrown away for so long (see `_linger`).
 LINGER_S = 2.0
-#: Requests sent ahead of their turn on one connection, and bytes of them that are kept unparsed.
+#: Requests that may wait for their turn on one connection, and bytes behind them that are kept unparsed.
 MAX_PIPELINED = 16
 MAX_BACKLOG_BYTES = 1024 * 1024
 #: After everything has been ended, connections get this long to take their last bytes.
@@ -54,7 +54,7 @@ Judge = Callable[[Scope], Refusal | None]
 
 
 def _nothing() -> None:
-    """What else is to be done when a response is complete."""
+    """Takes the place of a callback that is not needed any more."""
 
 
 class HttpServer(uvicorn.Server):
@@ -79,7 +79,7 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """In place of the event loop's servers, which take one connection in a turn."""
+        """Accepts by itself: the event loop's own servers take one connection in a turn."""
         protocol_class: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
         make_protocol = functools.partial(protocol_class, config=self.config, server_state=self.server_state, app_state={})
         self.servers = [Acceptor(listener, make_protocol, self._num_to_take) for listener in sockets or ()]  # type: ignore[misc]  # they are only closed
@@ -107,6 +107,10 @@ class HeadersTooLargeError(Exception):
 
 class TooManyPipelinedError(Exception):
     """Raised inside the parser, which then gives up."""
+
+
+class ConnectionOverError(Exception):
+    """Raised inside the parser, which then gives up: nothing is begun after the last answer."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -144,7 +148,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.end()
         self._unread.end()
-        # Of pipelined requests the base class would tell the last only.
+        # The base class would tell only the request that was parsed last, which may not be the one that runs.
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -210,6 +214,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._replaying:
             return
+        if self._is_over:
+            raise ConnectionOverError
         super().on_message_begin()
         self._num_header_bytes = self._num_header_lines = 0
         self._reading_headers = True
@@ -258,24 +264,27 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle.response_started = cycle.response_complete = True
         cycle.keep_alive = cycle.keep_alive and refusal.error.headers.get("Connection") != "close"
         self._write_error(refusal.error, keep_alive=cycle.keep_alive, request_id=refusal.request_id)
-        if not cycle.keep_alive and not self._announces_body():
-            self.transport.close()
-        self.on_response_complete()
-        if not cycle.keep_alive and not self.transport.is_closing():
+        if cycle.keep_alive:
+            self.on_response_complete()
+        elif self.pipeline or self._backlog or _announces_body(cycle):
             self._linger()
+        else:
+            self.transport.close()
+            self._idle.arm(HEADER_TIMEOUT_S)  # for a client that does not take the answer
         cycle.on_response = _nothing  # as at the end of a task: the two would refer to each other for good
-
-    def _announces_body(self) -> bool:
-        return any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
 
     def _linger(self) -> None:
         """Says that this was all, and throws away what comes for a moment: a client that is still sending would lose the answer to a reset."""
         self._is_lingering = True
+        self.pipeline.clear()
+        self._backlog = b""
+        self.flow.resume_reading()
         self.transport.write_eof()
         self._idle.arm(LINGER_S)
 
     def _refusal(self, cycle: RequestResponseCycle) -> Refusal | None:
-        """One at a time, and to who takes the answers: others wait for a task's turn, so that they hold up nobody and pile up nothing."""
+        """What the request is refused with at once, or None. Only one request of what was received last, and only if the client reads its
+        answers: others are refused by a task, in their turn, so that a pipeline of them neither holds up others nor fills the write buffer."""
         if self._has_refused or self.flow.write_paused:
             return None
         refusal = self._judge(cycle.scope)  # type: ignore[arg-type]  # two names for one type
@@ -284,6 +293,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_lingering:
+            return
         if self.cycle.response_complete:
             self._idle.arm(HEADER_TIMEOUT_S)  # also for a body that nobody wanted to read, and which may never end
         if self._backlog and not self.pipeline and not self.transport.is_closing():
@@ -324,3 +335,7 @@ class GuardedProtocol(HttpToolsProtocol):
     @property
     def _header_timeout_s(self) -> float:
         return SURPLUS_TIMEOUT_S if self._is_surplus else HEADER_TIMEOUT_S
+
+
+def _announces_body(cycle: RequestResponseCycle) -> bool:
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in cycle.scope["headers"])

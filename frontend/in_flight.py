@@ -13,7 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from pagemill.messages import NONE, AddRequest, Rejection, SequenceKey, SequenceOutput
+from pagemill.ids import NONE
+from pagemill.messages.frontend import AddRequest, Rejection, SequenceOutput
+from pagemill.messages.sequences import SequenceKey
 
 
 class Sink(Protocol):
@@ -45,7 +47,7 @@ class LiveSequence:
         return self.request.key
 
     def take(self, output: SequenceOutput) -> SequenceOutput | None:
-        """What is new in `output`; None if tokens before it are missing."""
+        """The part of `output` that is new; None if tokens before it are missing."""
         num_known = len(self._received) - output.first_index
         if num_known < 0:
             return None

@@ -26,7 +26,9 @@ from frontend.scheduler_metrics import SchedulerMetrics
 from frontend.vllm_metrics import aliases
 from pagemill import PROTOCOL_VERSION, __version__
 from pagemill.config import MetricsCompat
-from pagemill.messages import FinishReason, ProcessKind, SchedulerReady, StatsSnapshot
+from pagemill.messages.frontend import SchedulerReady, StatsSnapshot
+from pagemill.messages.sequences import FinishReason
+from pagemill.messages.wire import ProcessKind
 
 #: Bounds that others' dashboards expect, and finer ones below: small models answer within a millisecond.
 _FIRST_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)

@@ -105,16 +105,16 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: msgspec.Raw  #: a list of integers, encoded
 
 
-class ChatTokenLogprob(msgspec.Struct):
+class ChatTokenLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: msgspec.Raw
     top_logprobs: list[TopLogprob]
 
 
@@ -130,18 +130,20 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
+    """Has `logprobs` as well, which are encoded by themselves."""
+
     index: int
     message: AssistantMessage
-    logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
 
 
 class ChatCompletion(msgspec.Struct):
+    """All but the `choices`, which are encoded one by one."""
+
     id: str
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
@@ -173,18 +175,24 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
+    """Has `logprobs` as well, which are encoded by themselves."""
+
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
+    finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
+class CompletionChunkChoice(CompletionChoice):
+    logprobs: CompletionLogprobs | None = None
+
+
 class Completion(msgspec.Struct):
+    """All but the `choices`, which are encoded one by one."""
+
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None

@@ -3,9 +3,9 @@
 A request is judged when its head is there, before its body is read, parsed or tokenized: at ten times the load, nine
 requests of ten must cost next to nothing. The scheduler's queue is the truth that all frontends share. Its last snapshot,
 what this process had sent that was not in there yet, and what it has handed over and seen started since, say how full it
-is; how fast it empties says when to come again. Large bodies are bounded together, in bytes, and work is spread over turns
-of the event loop, so that a burst of requests delays neither probes nor streams. Must not know HTTP, nor what a request
-asks for.
+is; how fast it empties says when to come again. Large bodies are bounded together, in bytes, and so are large replies that
+are gathered to be sent whole; work is spread over turns of the event loop, so that a burst of requests delays neither
+probes nor streams. Must not know HTTP, nor what a request asks for.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from frontend.errors import bodies_full, queue_full
-from pagemill.messages import SchedulerReady, StatsSnapshot
+from frontend.errors import bodies_full, queue_full, replies_full, reply_too_large
+from pagemill.messages.frontend import SchedulerReady, StatsSnapshot
 from pagemill.telemetry import get_logger
 
 #: Bodies larger than a connection buffers anyway may hold this much together.
 MAX_BODY_BYTES_HELD = 64 * 1024 * 1024
 SMALL_BODY_BYTES = 64 * 1024
+#: What one reply may grow to unless it is streamed, and what all together may hold; small ones grow in any case.
+MAX_REPLY_BYTES = 256 * 1024 * 1024
+MAX_REPLY_BYTES_HELD = 512 * 1024 * 1024
+SMALL_REPLY_BYTES = 1024 * 1024
 #: How far back the throughput is measured, and the least that says anything.
 WINDOW_S = 30.0
 _LEAST_S = 0.5
@@ -42,9 +46,10 @@ class Overload:
     """One per frontend process. Hears of the scheduler what the metrics hear (`SchedulerObserver`)."""
 
     def __init__(self, max_num_queued: int, clock: Clock = time.monotonic) -> None:
-        self.max_num_queued = max_num_queued  #: sequences that may wait for the scheduler; may change at run time
+        self.max_num_queued = max_num_queued  #: sequences that may wait for the scheduler
         self.num_unheard: Callable[[], int] = lambda: 0  #: sequences that were on their way to the scheduler when it took its last snapshot
         self.body_bytes = 0  #: of bodies that are being read or tokenized
+        self.reply_bytes = 0  #: of replies that are being gathered or sent whole
         self.pacer = Pacer()  #: of requests that are about to send a body, which wait for their turn to be begun
         self._num_preparing = 0  #: requests between their last byte and the scheduler
         self._num_seats = 0  #: sequences that can run at once
@@ -84,6 +89,35 @@ class Overload:
             self._num_refused += 1
             raise queue_full(self.retry_after_s())
 
+    # --- what each load reports ---------------------------------------------------------------------------
+
+    def began_preparing(self) -> None:
+        self._num_preparing += 1
+
+    def ended_preparing(self) -> None:
+        self._num_preparing -= 1
+
+    def joined_queue(self, num_sequences: int) -> None:
+        """They have been handed over, and wait for the scheduler to start them."""
+        self._num_moved += num_sequences
+
+    def left_queue(self, num_sequences: int) -> None:
+        """They have been started, or have ended."""
+        self._num_moved -= num_sequences
+
+    def require_body_room(self, num_bytes: int) -> None:
+        """For a body that has so many bytes by now, which count already. Raises ApiError (429)."""
+        if num_bytes > SMALL_BODY_BYTES and self.body_bytes > MAX_BODY_BYTES_HELD:
+            self._num_refused += 1
+            raise bodies_full(self.retry_after_s())
+
+    def require_reply_room(self, num_bytes: int) -> None:
+        """For a reply that has so many bytes by now, which count already. Raises ApiError (400, 429)."""
+        if num_bytes > MAX_REPLY_BYTES:
+            raise reply_too_large(MAX_REPLY_BYTES)
+        if num_bytes > SMALL_REPLY_BYTES and self.reply_bytes > MAX_REPLY_BYTES_HELD:
+            raise replies_full(self.retry_after_s())
+
     # --- the scheduler ------------------------------------------------------------------------------------
 
     def scheduler_ready(self, message: SchedulerReady) -> None:
@@ -91,7 +125,7 @@ class Overload:
         self._num_free_seats = 0 if self.num_waiting else message.max_num_seqs
 
     def scheduler_lost(self) -> None:
-        """What waited goes on to wait; nobody sits."""
+        """What waited goes on waiting, and no seat is free until the next scheduler says so."""
         self._num_free_seats = 0
 
     def snapshot(self, message: StatsSnapshot) -> None:
@@ -110,55 +144,63 @@ class Overload:
 class Load:
     """What one request weighs on this process. Whoever opened it closes it, which takes everything back."""
 
-    __slots__ = ("_is_preparing", "_num_bytes", "_num_queued", "_overload")
+    __slots__ = ("_is_preparing", "_num_body_bytes", "_num_queued", "_num_reply_bytes", "_overload")
 
     def __init__(self, overload: Overload) -> None:
         self._overload = overload
-        self._num_bytes = 0
+        self._num_body_bytes = 0
+        self._num_reply_bytes = 0
         self._num_queued = 0
         self._is_preparing = False
 
     def admit(self) -> None:
-        """As `Overload.require_room` says."""
+        """Called before its body is read. Raises ApiError (429) if there is no room for it."""
         self._overload.require_room()
 
     def hold(self, num_bytes: int) -> None:
         """So many bytes of its body are here. Raises ApiError (429) if that is too much together with others."""
-        self._overload.body_bytes += num_bytes - self._num_bytes
-        self._num_bytes = num_bytes
-        if num_bytes > SMALL_BODY_BYTES and self._overload.body_bytes > MAX_BODY_BYTES_HELD:
-            self._overload._num_refused += 1
-            raise bodies_full(self._overload.retry_after_s())
+        self._overload.body_bytes += num_bytes - self._num_body_bytes
+        self._num_body_bytes = num_bytes
+        self._overload.require_body_room(num_bytes)
 
     def prepare(self) -> None:
         """Its body is complete and about to be parsed. Raises ApiError (429) if the queue is full by now."""
         if not self._is_preparing:
             self._overload.require_room()
             self._is_preparing = True
-            self._overload._num_preparing += 1
+            self._overload.began_preparing()
 
     def submitted(self, num_sequences: int) -> None:
         """It has become sequences, which wait; its body is needed no longer."""
         self._num_queued += num_sequences
-        self._overload._num_moved += num_sequences
+        self._overload.joined_queue(num_sequences)
         self._prepared()
 
     def started(self) -> None:
         """One of its sequences has its first output, or has ended without any."""
         if self._num_queued > 0:
             self._num_queued -= 1
-            self._overload._num_moved -= 1
+            self._overload.left_queue(1)
+
+    def gather(self, num_bytes: int) -> None:
+        """So many bytes of a reply that is to be sent whole are here. Raises ApiError (400, 429) if that is too much, alone or together with others."""
+        self._overload.reply_bytes += num_bytes - self._num_reply_bytes
+        self._num_reply_bytes = num_bytes
+        self._overload.require_reply_room(num_bytes)
 
     def close(self) -> None:
         """It has been answered, or nobody waits for the answer."""
-        self._overload._num_moved -= self._num_queued
-        self._num_queued = 0
+        self._overload.left_queue(self._num_queued)
+        self._overload.reply_bytes -= self._num_reply_bytes
+        self._num_queued = self._num_reply_bytes = 0
         self._prepared()
 
     def _prepared(self) -> None:
-        self._overload.body_bytes -= self._num_bytes
-        self._overload._num_preparing -= self._is_preparing
-        self._num_bytes, self._is_preparing = 0, False
+        self._overload.body_bytes -= self._num_body_bytes
+        self._num_body_bytes = 0
+        if self._is_preparing:
+            self._overload.ended_preparing()
+            self._is_preparing = False
 
 
 class Throughput:

@@ -33,7 +33,7 @@ from frontend.tokenizer import Tokenizer
 from frontend.waiting_room import WaitingRoom
 from pagemill.child import Child
 from pagemill.config import FrontendConfig
-from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Progress, Reload, Start
+from pagemill.messages.control import Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Progress, Reload, Start
 from pagemill.telemetry import get_logger
 
 log = get_logger("frontend.process")
@@ -174,7 +174,8 @@ class FrontendProcess:
 
     async def _drain(self, timeout_s: float) -> None:
         self._readiness.drain()
-        if not await self._engine.wait_idle(timeout_s):
+        # Less time may have been given meanwhile, and what was left has then been ended already.
+        if not await self._engine.wait_idle(timeout_s) and self._engine.num_sequences:
             log.info("drain_timed_out", sequences=self._engine.num_sequences)
             self._engine.end_all()
         self._server.should_exit = True

@@ -15,11 +15,14 @@ from typing import Literal
 import msgspec
 
 from frontend.errors import ApiError, shutting_down, unavailable
-from pagemill.messages import NONE, ProcessKind, Progress, SchedulerReady, StatsSnapshot
+from pagemill.ids import NONE
+from pagemill.messages.control import Progress
+from pagemill.messages.frontend import SchedulerReady, StatsSnapshot
+from pagemill.messages.wire import ProcessKind
 
 State = Literal["loading", "ready", "stalled", "restarting", "draining"]
 
-#: Work without a completed step for so long is a stall.
+#: If there is work and no step has been completed for so long, the server has stalled.
 STALL_S = 30.0
 #: A scheduler sends its numbers at least every second; one that has done so and then falls silent for so long stands still.
 SILENCE_S = 5.0

@@ -10,10 +10,11 @@ This module must not know JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,7 +23,9 @@ from frontend import sse
 from frontend.choice import Delta, Finish, TokenEntry
 from frontend.errors import ApiError, internal_error
 from frontend.generation import ClientGoneError, Generation
+from frontend.overload import Load
 from frontend.request_context import context_of
+from frontend.whole_reply import Outcome, Pieces, WholeReply
 from pagemill.telemetry import get_logger
 
 #: An idle stream carries a comment this often, for proxies that drop silent connections.
@@ -44,18 +47,9 @@ class ReplyFormat(Protocol):
 
     def usage(self, generation: Generation) -> bytes | None: ...
 
-    def whole(self, outcomes: list[Outcome], generation: Generation) -> bytes: ...
+    def logprobs(self, entries: Sequence[TokenEntry]) -> msgspec.Struct | None: ...
 
-
-class Outcome:
-    """One choice of a buffered reply, gathered from its deltas."""
-
-    __slots__ = ("entries", "finish", "text")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.entries: list[TokenEntry] = []
-        self.finish: Finish | None = None
+    def whole(self, outcomes: list[Outcome], generation: Generation) -> Pieces: ...
 
 
 async def reply(request: Request, generation: Generation, form: ReplyFormat, *, stream: bool) -> Response:
@@ -63,22 +57,22 @@ async def reply(request: Request, generation: Generation, form: ReplyFormat, *, 
     generation.on_overflow = context_of(request).cut_connection
     if not stream:
         async with _watched(request.receive, generation):
-            return Response(await _buffered(generation, form), media_type="application/json")
+            return WholeReply(form.whole(await _gather(generation, form, context_of(request).load), generation))
     async with _watched(request.receive, generation) as watch:
         deltas = await generation.deltas(PATIENCE_S)
         watch.keep = True
     return EventStream(generation, form, deltas)
 
 
-async def _buffered(generation: Generation, form: ReplyFormat) -> bytes:
-    outcomes = [Outcome() for _ in generation.choices]
+async def _gather(generation: Generation, form: ReplyFormat, load: Load) -> list[Outcome]:
+    """All choices to their ends. Raises ApiError if the reply becomes too large to be held."""
+    outcomes = [Outcome(form.logprobs(())) for _ in generation.choices]
+    num_bytes = 0
     while not generation.finished:
         for delta in await generation.deltas():
-            outcome = outcomes[delta.choice]
-            outcome.text.append(delta.text)
-            outcome.entries += delta.entries
-            outcome.finish = delta.finish
-    return form.whole(outcomes, generation)
+            num_bytes += outcomes[delta.choice].add(delta, form.logprobs(delta.entries))
+        load.gather(num_bytes)
+    return outcomes
 
 
 class EventStream(Response):

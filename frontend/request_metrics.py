@@ -24,7 +24,8 @@ from typing import Literal, Protocol
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from pagemill.messages import FinishReason, SequenceOutput
+from pagemill.messages.frontend import SequenceOutput
+from pagemill.messages.sequences import FinishReason
 
 Clock = Callable[[], float]
 #: How a request ended: its worst finish reason, "done" where nothing was generated, "refused" if it was turned away.
@@ -36,9 +37,9 @@ CLIENT_CLOSED = 499
 #: Answers of these are not worth a line each: probes and scrapes come every few seconds.
 QUIET_ENDPOINTS = frozenset({"/livez", "/readyz", "/health", "/healthz", "/ping", "/metrics", "/version", "/static/{name}"})
 
-#: Names of unknown fields that are remembered in order to warn once: clients choose them, so their number is bounded.
+#: Names of unknown fields that are remembered in order to warn once, and characters of each: clients choose them, so both are bounded.
 MAX_REMEMBERED_NAMES = 1000
-MAX_LOGGED_NAME = 64
+MAX_NAME_CHARACTERS = 64
 
 #: Worst last. A finish reason that is not the client's wish outweighs the others of the same request.
 _SEVERITY: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
@@ -272,13 +273,13 @@ class RequestLedger:
         self._write_line(record)
 
     def unknown_fields(self, record: RequestRecord, names: Iterable[str]) -> None:
-        """Counts fields that nobody knows, and warns once per name: routers add their own to every request."""
-        for name in names:
+        """Counts fields that nobody knows, and warns once per name, which is cut: routers add their own to every request."""
+        for name in (name[:MAX_NAME_CHARACTERS] for name in names):
             record.num_unknown_fields += 1
             if name in self._known_names or len(self._known_names) >= MAX_REMEMBERED_NAMES:
                 continue
             self._known_names.add(name)
-            self._log.warning("unknown_request_field", field=name[:MAX_LOGGED_NAME], endpoint=record.endpoint, request_id=record.request_id)
+            self._log.warning("unknown_request_field", field=name, endpoint=record.endpoint, request_id=record.request_id)
 
     def _write_line(self, record: RequestRecord) -> None:
         probed = record.endpoint in QUIET_ENDPOINTS and (record.status < 400 or record.status == 503)

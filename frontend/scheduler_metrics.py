@@ -24,7 +24,9 @@ from prometheus_client.metrics_core import (
 )
 
 from pagemill.kv_groups import pool_capacity
-from pagemill.messages import FinishReason, PreemptionReason, SchedulerReady, StatsSnapshot, VictimKind
+from pagemill.messages.decisions import PreemptionReason, VictimKind
+from pagemill.messages.frontend import SchedulerReady, StatsSnapshot
+from pagemill.messages.sequences import FinishReason
 
 #: Counter field of a snapshot -> metric and its help.
 _COUNTERS = {
@@ -173,7 +175,7 @@ class SchedulerMetrics:
         yield preemptions
 
     def _thrash_ratio(self) -> Metric:
-        """Of totals, not of snapshots: it must agree with the counters it is made of."""
+        """Computed from the totals, not from the last snapshot: it must agree with the counters that are shown beside it."""
         recomputed = self._totals["tokens_recomputed", ""]
         useful = self._totals["tokens_computed", ""] - recomputed
         ratio = (recomputed + self._totals["tokens_moved", ""]) / useful if useful > 0 else 0.0

@@ -24,7 +24,7 @@ from frontend.validation import ModelFacts
 from pagemill.config import FrontendConfig
 
 #: Fields of the config that are followed while serving; so is the log level, by `pagemill.child`.
-_CHANGEABLE = ("api_keys", "admin_keys", "max_num_queued", "max_queue_time_s", "max_connections")
+_CHANGEABLE = ("api_keys", "admin_keys", "max_queue_time_s", "max_connections")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class Services:
         changed = {name: getattr(config, name) for name in _CHANGEABLE}
         self.config = msgspec.structs.replace(self.config, **changed)
         self.authenticator = Authenticator(config.api_keys, config.admin_keys)
-        self.engine.room.max_num_sequences = self.overload.max_num_queued = config.max_num_queued
         if self.text is not None:
             self.text.submitter.max_queue_time_s = config.max_queue_time_s
 

@@ -26,9 +26,11 @@ from frontend.request_metrics import RequestRecord
 from frontend.tokenizer import Tokenizer
 from frontend.validation import GenerationRequest, Prompts
 from pagemill.config import FrontendConfig
+from pagemill.ids import unpack_ids
 from pagemill.injection import reach
 from pagemill.keys import cache_domain, choice_seed, prefix_keys, root_key
-from pagemill.messages import AddRequest, Limits, SchedulerReady, unpack_ids
+from pagemill.messages.frontend import AddRequest, SchedulerReady
+from pagemill.messages.sequences import Limits
 from pagemill.telemetry import get_logger
 
 #: Texts of fewer characters are encoded in the event loop: it takes less than a step.
@@ -51,6 +53,7 @@ class _Prompt:
     packed_ids: bytes
     max_tokens: int
     prefix_keys: bytes
+    is_silent: bool  #: has special tokens only, so that what continues it is the beginning of a text
 
 
 class Submitter:
@@ -72,7 +75,7 @@ class Submitter:
         texts = [message["content"] for message in messages]
         root = self._root(key_id)
         prompts = await self._prepare(request, texts, sum(map(len, texts)), lambda: [self._tokenizer.encode_chat(messages)], root)
-        return self._submit(request, prompts, root, record, load)
+        return self._submit(request, prompts, root, record, load, continues=False)
 
     async def completion(self, request: GenerationRequest, prompts: Prompts, record: RequestRecord, key_id: str, load: Load) -> Generation:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -82,7 +85,7 @@ class Submitter:
             return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
         size = sum(map(len, prompts))  # an id that is given takes no longer than a character
-        return self._submit(request, await self._prepare(request, texts, size, encode, root), root, record, load)
+        return self._submit(request, await self._prepare(request, texts, size, encode, root), root, record, load, continues=True)
 
     async def run(self, work: Callable[[], Result], num_characters: int) -> Result:
         """Tokenizer work of an endpoint, in a thread if it may take long."""
@@ -100,7 +103,7 @@ class Submitter:
 
         def prepare() -> list[_Prompt]:
             self._refuse_hopeless(request, texts, geometry)
-            return [_prompt(ids, request, geometry, root) for ids in encode()]
+            return [_prompt(ids, request, geometry, root, self._tokenizer.token_bytes.special_ids) for ids in encode()]
 
         prompts = await self.run(prepare, size + _TEXT_CHARACTERS * len(texts))
         self._readiness.require()  # it may have changed meanwhile
@@ -118,9 +121,11 @@ class Submitter:
             return b""
         return root_key(self._fingerprint, b"", cache_domain(self._cache_secret, "" if self._shared else key_id))
 
-    def _submit(self, request: GenerationRequest, prompts: Sequence[_Prompt], root: bytes, record: RequestRecord, load: Load) -> Generation:
+    def _submit(self, request: GenerationRequest, prompts: Sequence[_Prompt], root: bytes, record: RequestRecord, load: Load, *, continues: bool) -> Generation:
+        """`continues`: outputs go on in the middle of their prompts' texts, and are no texts of their own."""
         num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
-        choices = [Choice(index, self._tokenizer.token_bytes, request.text) for index in range(len(prompts) * request.n)]
+        begins_text = [prompt.is_silent or not continues for prompt in prompts for _ in range(request.n)]
+        choices = [Choice(index, self._tokenizer.token_bytes, request.text, begins_text=begins) for index, begins in enumerate(begins_text)]
         generation = Generation(self._engine, record, load, choices, num_prompt_tokens, request.n, log_texts=self._log_texts)
         number, arrival = self._engine.new_request(), time.time()
         sequences = [
@@ -154,10 +159,10 @@ class Submitter:
         return generation
 
 
-def _prompt(ids: list[int], request: GenerationRequest, geometry: SchedulerReady, root: bytes) -> _Prompt:
+def _prompt(ids: list[int], request: GenerationRequest, geometry: SchedulerReady, root: bytes, special_ids: frozenset[int]) -> _Prompt:
     if not ids:
         raise invalid_value(request.prompt_field, f"'{request.prompt_field}' must yield at least one token.")
     max_tokens = request.max_tokens_for(len(ids), geometry.max_model_len)
     packed = array("i", ids)
     keys = prefix_keys(root, packed, geometry.block_size) if root else b""
-    return _Prompt(len(ids), packed.tobytes(), max_tokens, keys)
+    return _Prompt(len(ids), packed.tobytes(), max_tokens, keys, all(map(special_ids.__contains__, ids)))

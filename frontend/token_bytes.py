@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
 
 _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: Tokens whose looks are remembered: with logprobs, one output token shows twenty others.
+_MAX_SHOWN = 32 * 1024
 
 
 class UnsupportedTokenizerError(Exception):
     """The model's tokenizer is of a kind that this server does not know; the text names it."""
+
+
+class ShownToken(NamedTuple):
+    """How a reply shows a token by itself: as a text, which cannot say all, and as bytes, in a JSON list."""
+
+    text: str
+    encoded_bytes: msgspec.Raw
 
 
 class TokenBytes:
@@ -27,6 +39,7 @@ class TokenBytes:
         self.special_ids = special_ids
         self._token_of = token_of
         self._known: dict[int, bytes] = {}
+        self.shown = lru_cache(_MAX_SHOWN)(self._show)
         kinds = list(_decoder_kinds(decoder))
         self._convert = _converter(kinds)
         #: SentencePiece begins texts with a space that its decoder takes away again.
@@ -38,6 +51,10 @@ class TokenBytes:
             token = self._token_of(token_id)
             known = self._known[token_id] = b"" if token is None else self._convert(token)
         return known
+
+    def _show(self, token_id: int) -> ShownToken:
+        data = self(token_id)
+        return ShownToken(data.decode("utf-8", "replace"), msgspec.Raw(msgspec.json.encode(list(data))))
 
 
 def _decoder_kinds(decoder: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -29,13 +29,13 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of tokenizer.json beside the library: most of a large file would only become objects to be dropped."""
+    """The part of tokenizer.json that is read here; the library reads the rest, which as Python objects would be large."""
 
     decoder: Any = None
 
 
 class Tokenizer:
-    """Of one model. It looks immutable, and is safe to use from several threads."""
+    """One model's tokenizer. It behaves as if immutable, and is safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
         source = folder / "tokenizer.json"
@@ -119,7 +119,7 @@ class Tokenizer:
 
 
 def _encode(tokenizer: HubTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """As a batch of one: `encode` would hold the GIL all the time, and keep offsets that nobody wants."""
+    """Encodes a batch of one: the library's `encode` would hold the GIL all the time, and keep offsets that nobody wants."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 

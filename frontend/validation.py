@@ -18,7 +18,8 @@ from frontend.choice import TextOptions
 from frontend.errors import context_length_exceeded, invalid_value, model_not_found, unsupported_parameter
 from frontend.openai_types import ChatBody, ChatMessage, CompletionBody, ContentPart, GenerationBody, StreamOptions
 from frontend.request_fields import MAX_SEQUENCES, MAX_STOP_BYTES, MAX_STOPS, EndpointName, broken, check_ranges
-from pagemill.messages import NONE, SamplingParams
+from pagemill.ids import NONE
+from pagemill.messages.sequences import SamplingParams
 
 #: What a plain completion generates where nothing is said.
 DEFAULT_COMPLETION_TOKENS = 16

@@ -14,13 +14,15 @@ import msgspec
 
 from frontend.errors import queue_full
 from frontend.in_flight import LiveSequence
-from pagemill.messages import AddRequest, Rejection, SequenceKey
+from pagemill.ids import num_ids
+from pagemill.messages.frontend import AddRequest, Rejection
+from pagemill.messages.sequences import SequenceKey
 
-#: What all of them may take up together, apart from what Python needs for each.
+#: What all waiting sequences may take up together, not counting Python's own objects.
 MAX_BYTES = 64 * 1024 * 1024
-#: Of a token id or a bias in a request's sampling parameters.
+#: What one stop token id or logit bias of a request takes up, roughly.
 _ENTRY_BYTES = 64
-#: Of a wait that is over or nearly so: 0 would be no limit.
+#: The shortest wait that a scheduler is told of: 0 would mean that there is no limit.
 _LEAST_WAIT_S = 0.001
 
 
@@ -36,7 +38,7 @@ class WaitingRoom:
     """One per frontend, in its engine."""
 
     def __init__(self, max_num_sequences: int, max_num_tokens: int) -> None:
-        self.max_num_sequences = max_num_sequences  #: may change at run time
+        self.max_num_sequences = max_num_sequences
         self.max_num_tokens = max_num_tokens
         self.retry_after_s: Callable[[], int] = lambda: 1  #: when to come again for whoever finds it full
         self._guests: dict[SequenceKey, _Guest] = {}  #: in order of arrival
@@ -96,4 +98,4 @@ def _guest(sequence: LiveSequence, now: float) -> _Guest:
     request = sequence.request
     num_entries = len(request.sampling.logit_bias) + len(request.sampling.stop_token_ids)
     num_bytes = len(request.prompt_ids) + len(request.prefix_keys) + _ENTRY_BYTES * num_entries
-    return _Guest(sequence, len(request.prompt_ids) // 4, num_bytes, now)
+    return _Guest(sequence, num_ids(request.prompt_ids), num_bytes, now)

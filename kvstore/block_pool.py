@@ -3,17 +3,24 @@
 *Weak references* are those of sequences that do not run. They count like any other, so that nobody overwrites
 the block, but a block to which only weak ones are left is *reclaimable*: its holders can be made to give it up.
 
-*Leaving* blocks were just given up, and a copy to the arena was ordered with the plan being built. They may
-be handed out again at once, because that plan's forward waits for the copy if it is going to overwrite the
-block; those nobody took stay behind the fence of their transfer. If somebody refers to such a block again, for
-reading, or still does, its transfer becomes one of its references, so that it is not overwritten before the copy is
-done. When that is the last one left, and the plan still being built, the block is leaving again.
+*Copies out*: what is given up may have to be copied to the arena first, by a transfer that a plan carries. Until that is
+done, where the block is depends on whether anybody else refers to it, and whether that plan is still being built:
+
+                     being built                                     sent
+    nobody does      leaving: may be handed out, because the         left: behind the fence of the copy,
+                     forward that overwrites it waits for the copy   then cached or free
+    somebody does    staying: the copy has a reference of its        stayed: the copy keeps its reference
+                     own, which goes with the last of the others     until it is done
+
+    leave: referenced -> leaving or staying          reference: leaving -> staying, left -> stayed
+    release of the last other: staying -> leaving    close_plan: leaving -> left, staying -> stayed
+    take_leaving: leaving -> referenced              departed: left -> cached or free, stayed -> one reference less
 """
 
 from __future__ import annotations
 
 from kvstore.id_pool import IdPool
-from pagemill.messages import NO_PLAN, BlockId, PlanId
+from pagemill.ids import NO_PLAN, BlockId, PlanId
 
 
 class BlockPool(IdPool[BlockId]):
@@ -28,10 +35,17 @@ class BlockPool(IdPool[BlockId]):
         self.num_blocks = num_blocks
         self._weak = [0] * num_blocks
         self._num_reclaimable = 0
-        self._leaving: dict[BlockId, int] = {}  #: block -> transfer ordered with the plan being built
-        self._departing: dict[BlockId, int] = {}  #: block -> transfer in flight
-        self._copied: dict[BlockId, int] = {}  #: block -> transfer in flight that has a strong reference of its own
-        self._copied_now: dict[BlockId, None] = {}  #: of these, ordered with the plan being built
+        # By block its transfer; what stayed may be copied twice, if the first copy was disowned: by transfer its block.
+        self._leaving: dict[BlockId, int] = {}
+        self._left: dict[BlockId, int] = {}
+        self._staying: dict[BlockId, int] = {}
+        self._stayed: dict[int, BlockId] = {}
+        self._copied_in_vain: dict[BlockId, None] = {}  #: an early copy of what is there has failed
+
+    def allocate(self) -> BlockId:
+        block = super().allocate()
+        self._copied_in_vain.pop(block, None)
+        return block
 
     # --- weak references -------------------------------------------------------------------------------
 
@@ -40,13 +54,13 @@ class BlockPool(IdPool[BlockId]):
         """Blocks to which only weak references are left."""
         return self._num_reclaimable
 
-    def num_strong(self, block: BlockId) -> int:
-        """References of running sequences and of transfers."""
-        return self._counts[block] - self._weak[block]
+    def num_to_free(self, block: BlockId) -> int:
+        """References that have to be given back to make it obtainable for the plan being built: all but that of a copy which goes with the last of them."""
+        return self._counts[block] - (block in self._staying)
 
-    def num_leaving_with(self, block: BlockId) -> int:
-        """References that go with the last of the others: that of a copy ordered with the plan being built."""
-        return block in self._copied_now
+    def num_strong_to_free(self, block: BlockId) -> int:
+        """Of these, strong ones."""
+        return self.num_to_free(block) - self._weak[block]
 
     def weaken(self, block: BlockId) -> None:
         """One of the references becomes weak."""
@@ -74,12 +88,11 @@ class BlockPool(IdPool[BlockId]):
         super().release(block, fence, oldest=oldest, expendable=expendable)
         if self._counts[block] and self._counts[block] == self._weak[block]:
             self._num_reclaimable += 1
-        elif self._counts[block] == 1 and fence == NO_PLAN and block in self._copied_now:
-            del self._copied_now[block]
+        elif self._counts[block] == 1 and fence == NO_PLAN and block in self._staying:
             self._counts[block] = 0
-            self._leaving[block] = self._copied.pop(block)
+            self._leaving[block] = self._staying.pop(block)
 
-    # --- leaving ---------------------------------------------------------------------------------------
+    # --- copies out ------------------------------------------------------------------------------------
 
     @property
     def num_leaving(self) -> int:
@@ -87,7 +100,7 @@ class BlockPool(IdPool[BlockId]):
 
     @property
     def num_fenced(self) -> int:
-        return len(self._fenced) + len(self._departing)
+        return len(self._fenced) + len(self._left)
 
     @property
     def num_obtainable(self) -> int:
@@ -103,7 +116,7 @@ class BlockPool(IdPool[BlockId]):
         if self._counts[block] == self._weak[block]:
             raise ValueError(f"block {block} released twice")
         if self._counts[block] > 1:
-            self._refer(block, transfer_id)  # the reference passes to the transfer
+            self._staying[block] = transfer_id  # the reference passes to the transfer
             return False
         self._counts[block] = 0
         self._leaving[block] = transfer_id
@@ -119,46 +132,51 @@ class BlockPool(IdPool[BlockId]):
         if not self._leaving:
             return None
         block, transfer_id = self._leaving.popitem()
+        self._copied_in_vain.pop(block, None)
         self.index.remove(block)
         self._counts[block] = 1
         return block, transfer_id
 
     def close_plan(self) -> None:
-        """The plan is complete: leaving blocks that nobody took wait for their transfers."""
-        self._departing |= self._leaving
+        """The plan is complete: blocks wait for the copies that it carries."""
+        self._left |= self._leaving
         self._leaving.clear()
-        self._copied_now.clear()
+        if self._staying:
+            self._stayed |= {transfer_id: block for block, transfer_id in self._staying.items()}
+            self._staying.clear()
 
     def departed(self, block: BlockId, transfer_id: int) -> None:
         """The transfer is done. No effect if the block was overwritten meanwhile."""
-        if self._departing.get(block) == transfer_id:
-            del self._departing[block]
+        if self._left.get(block) == transfer_id:
+            del self._left[block]
             self._settle(block)
-        elif self._copied.get(block) == transfer_id:
-            del self._copied[block]
+        elif self._stayed.pop(transfer_id, None) is not None:
             self.release(block)
+
+    def copied_in_vain(self, block: BlockId) -> None:
+        """A copy that nobody needed yet has failed. Another would fail as well, and be tried for ever by an engine that has nothing else to do."""
+        self._copied_in_vain[block] = None
+
+    def was_copied_in_vain(self, block: BlockId) -> bool:
+        """Of what is there now."""
+        return block in self._copied_in_vain
 
     def _unplace(self, block: BlockId) -> bool:
         if block in self._leaving:
-            self._refer(block, self._leaving.pop(block))
-        elif block in self._departing:
-            self._copied[block] = self._departing.pop(block)
+            self._staying[block] = self._leaving.pop(block)
+        elif block in self._left:
+            self._stayed[self._left.pop(block)] = block
         else:
             return super()._unplace(block)
-        self._counts[block] = 1
+        self._counts[block] = 1  # the transfer's
         return True
 
-    def _refer(self, block: BlockId, transfer_id: int) -> None:
-        """A transfer ordered with the plan being built has a reference."""
-        self._copied[block] = transfer_id
-        self._copied_now[block] = None
-
-    def copied(self) -> dict[BlockId, int]:
-        """Blocks to which a transfer of this number refers, for invariants."""
-        return dict(self._copied)
+    def copied(self) -> list[tuple[int, BlockId]]:
+        """Transfers that have a reference of their own, and to which block, for invariants."""
+        return [*((transfer_id, block) for block, transfer_id in self._staying.items()), *self._stayed.items()]
 
     def _containers(self) -> list[tuple[str, list[BlockId]]]:
-        return [*super()._containers(), ("leaving", list(self._leaving)), ("fenced", list(self._departing))]
+        return [*super()._containers(), ("leaving", list(self._leaving)), ("fenced", list(self._left))]
 
     def weak_counts(self) -> list[int]:
         """A copy, for invariants."""

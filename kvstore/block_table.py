@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from pagemill.messages import BEHIND, NONE, BlockId
+from pagemill.ids import BEHIND, NONE, BlockId
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Generic, TypeVar, cast
 
 from kvstore.prefix_index import PrefixIndex
-from pagemill.messages import NO_PLAN, PlanId
+from pagemill.ids import NO_PLAN, PlanId
 
 Id = TypeVar("Id", bound=int)
 
@@ -149,6 +149,10 @@ class IdPool(Generic[Id]):
             for number in [number for number, fence in self._fenced.items() if fence <= plan]:
                 del self._fenced[number]
                 self._settle(number)
+
+    def counts(self) -> list[int]:
+        """How many refer to each: a copy, for invariants."""
+        return list(self._counts)
 
     def places(self) -> list[str]:
         """The place of every id, re-derived from the containers. Raises ValueError if one is in none or in two."""

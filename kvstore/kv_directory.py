@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pagemill.messages import BlockId, SwapSlotId
+from pagemill.ids import BlockId, SwapSlotId
 
 Id = TypeVar("Id", bound=int)
 
@@ -85,7 +85,8 @@ class KvDirectory:
 
     Slots that were written for another geometry of the arena are forgotten, and so are blocks that were written for
     another pool: one of another geometry, or of another incarnation of the workers, whose pool is gone. `on_write` is
-    called when an entry has been cleared and not yet written. Raises ValueError if the memory is too small.
+    called when an entry has been cleared and not yet written. Raises ValueError if the memory is too small; then
+    everything is forgotten, for who gets no directory overwrites what one would describe.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class KvDirectory:
     ) -> None:
         needed = directory_bytes(num_blocks, num_slots)
         if len(memory) < needed:
+            memory[:_HEADER_BYTES] = bytes(min(_HEADER_BYTES, len(memory)))
             raise ValueError(f"a directory of {num_blocks} blocks and {num_slots} swap slots takes {needed} bytes, there are {len(memory)}")
         middle = _HEADER_BYTES + num_slots * _ENTRY_BYTES
         self.slots: DirectoryTable[SwapSlotId] = DirectoryTable(memory[_HEADER_BYTES:middle], num_slots, on_write)

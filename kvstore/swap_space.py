@@ -11,7 +11,7 @@ Pure accounting: the bytes are mapped by workers only.
 from __future__ import annotations
 
 from kvstore.id_pool import IdPool
-from pagemill.messages import SwapSlotId
+from pagemill.ids import SwapSlotId
 
 
 class SwapSpace(IdPool[SwapSlotId]):

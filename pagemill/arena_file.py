@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pagemill.errors import UsageError
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 
 #: Slots start on pages, so that whole ones can be pinned, and a slot is never smaller than what it takes.
 SLOT_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from pagemill import PROTOCOL_VERSION
-from pagemill.messages import Hello, ProcessKind
+from pagemill.messages.wire import Hello, ProcessKind
 
 Out = TypeVar("Out")
 In = TypeVar("In")

@@ -30,21 +30,10 @@ import setproctitle
 
 from pagemill import PROTOCOL_VERSION, injection
 from pagemill.control import ControlSocket
-from pagemill.messages import (
-    NONE,
-    Alive,
-    ChildToLauncher,
-    Drain,
-    Failed,
-    Hello,
-    LauncherToChild,
-    PeerLost,
-    PeerUp,
-    ProcessKind,
-    Ready,
-    Reload,
-    Start,
-)
+from pagemill.errors import REFUSED_CODE
+from pagemill.ids import NONE
+from pagemill.messages.control import Alive, ChildToLauncher, Drain, Failed, LauncherToChild, PeerLost, PeerUp, Ready, Reload, Start
+from pagemill.messages.wire import Hello, ProcessKind
 from pagemill.telemetry import configure, get_logger
 
 #: After end of file on the control socket the main thread has this long to end by itself.
@@ -129,8 +118,15 @@ class Child(Generic[Config]):
 
     def fail(self, message: str) -> NoReturn:
         """Ends the process for a reason the operator can act on: one line, no traceback."""
+        self._end_with(message, 1)
+
+    def refuse(self, message: str) -> NoReturn:
+        """Ends it because what was asked for cannot be had: nothing broke, and another try would end the same way."""
+        self._end_with(message, REFUSED_CODE)
+
+    def _end_with(self, message: str, code: int) -> NoReturn:
         self.say(Failed(message=_one_line(message)))
-        raise SystemExit(1)
+        raise SystemExit(code)
 
     def _send_unsent(self) -> None:
         try:

@@ -11,7 +11,7 @@ import sys
 
 from pagemill import __version__
 from pagemill.config import ServeOptions
-from pagemill.errors import UsageError
+from pagemill.errors import REFUSED_CODE, UsageError
 from pagemill.options import OneLineParser, add_serve_arguments, refuse_unknown, resolve_options
 
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         return _run(argv)
     except UsageError as error:
         print(f"pagemill: {error}", file=sys.stderr)
-        return 2
+        return REFUSED_CODE
     except KeyboardInterrupt:
         return 130
 
@@ -39,9 +39,9 @@ def _run(argv: list[str]) -> int:
     if argv[:1] == ["models"]:
         return _models(argv[1:])
     arguments, unknown = _parser().parse_known_args(argv)
-    refuse_unknown(unknown)
     match arguments.command:
         case "serve":
+            refuse_unknown(unknown)
             from pagemill import serve
 
             def read_options() -> ServeOptions:
@@ -49,6 +49,8 @@ def _run(argv: list[str]) -> int:
 
             return serve.main(read_options(), read_options)
         case _:
+            if unknown:
+                raise UsageError(f"pagemill version takes no arguments; not {unknown[0]}")
             print(f"pagemill {__version__}")
             return 0
 

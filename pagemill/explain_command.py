@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pagemill.chat_client import ChatClient, ChatError, read_key
 from pagemill.errors import UsageError
-from pagemill.messages import VictimKind
+from pagemill.messages.decisions import VictimKind
 from pagemill.options import OneLineParser
 from pagemill.preemption_report import MAX_DECISIONS, Line, PreemptionReport, concerns, heading, paragraph, summary
 
@@ -34,14 +34,14 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--limit accepts a whole number from 1 to {MAX_DECISIONS}; not {arguments.limit}")
     client = ChatClient(arguments.url, read_key(arguments.admin_key_file, _KEY_FLAG))
     try:
-        report = _fetch(client, arguments.limit, arguments.request)
+        report, num_known = _fetch(client, arguments.limit, arguments.request)
     except ChatError as error:
         print(f"pagemill explain: {error}", file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
     elif report.decisions:
-        _print(report)
+        _print(report, num_known)
     elif arguments.request:
         print(f"None of the decisions that the server still keeps is about {arguments.request!a}.")
     else:
@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _fetch(client: ChatClient, limit: int, request_id: str) -> PreemptionReport:
-    """The newest `limit` decisions, of one request if it is named: then all that the server keeps are searched."""
+def _fetch(client: ChatClient, limit: int, request_id: str) -> tuple[PreemptionReport, int]:
+    """The newest `limit` decisions, of one request if it is named: then all that the server keeps are searched. And how many there are."""
     try:
         content = client.get(f"/debug/preemptions?limit={MAX_DECISIONS if request_id else limit}")
         report = msgspec.json.decode(content, type=PreemptionReport)
@@ -59,9 +59,9 @@ def _fetch(client: ChatClient, limit: int, request_id: str) -> PreemptionReport:
     except msgspec.MsgspecError as error:
         raise ChatError(f"The server at {client.url} answers as no Pagemill of this version does.") from error
     if not request_id:
-        return report
+        return report, max((decision.number for decision in report.decisions), default=0)
     chosen = [decision for decision in report.decisions if concerns(decision, request_id)]
-    return msgspec.structs.replace(report, decisions=chosen[-limit:])
+    return msgspec.structs.replace(report, decisions=chosen[-limit:]), len(chosen)
 
 
 def _reason(error: ChatError, url: str) -> str:
@@ -76,7 +76,7 @@ def _reason(error: ChatError, url: str) -> str:
             return str(error)
 
 
-def _print(report: PreemptionReport) -> None:
+def _print(report: PreemptionReport, num_known: int) -> None:
     """A paragraph for each decision, then the summary: the newest and the sum stand where a terminal stops."""
     console = Console(soft_wrap=True)
     for decision in report.decisions:
@@ -84,7 +84,7 @@ def _print(report: PreemptionReport) -> None:
         for line in paragraph(decision):
             console.print(_styled(line))
         console.print()
-    for line in summary(report):
+    for line in summary(report, num_known):
         console.print(_styled(line))
 
 

@@ -6,7 +6,7 @@ they are on average. Must not know what the phases are, nor how progress is show
 
 from __future__ import annotations
 
-from pagemill.messages import Progress
+from pagemill.messages.control import Progress
 
 
 def group_name(num_ranks: int) -> str:

@@ -132,11 +132,6 @@ def arm(faults: Sequence[str], *, incarnation: int, kind: str = "") -> None:
             _armed.setdefault(fault.point, []).append(fault)
 
 
-def is_armed(point: str) -> bool:
-    """Whether it is worth telling `reach` about tokens."""
-    return point in _armed
-
-
 def disarm() -> None:
     _armed.clear()
     _reached.clear()

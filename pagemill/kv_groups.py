@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 
 
 class PoolCapacity(NamedTuple):

@@ -22,7 +22,9 @@ import msgspec
 
 from pagemill.errors import UsageError
 from pagemill.group_progress import GroupProgress, group_name
-from pagemill.messages import NONE, Alive, ChildToLauncher, Drain, Explained, Failed, ProcessKind, Progress, Ready, Stuck
+from pagemill.ids import NONE
+from pagemill.messages.control import Alive, ChildToLauncher, Drain, Explained, Failed, Progress, Ready, Stuck
+from pagemill.messages.wire import ProcessKind
 from pagemill.process import Process, ProcessSpec
 from pagemill.roster import Place, Roster
 from pagemill.signal_inbox import SignalInbox
@@ -30,8 +32,11 @@ from pagemill.supervision import TICK_S, Attempts, Patience, RestartLimit
 
 #: At a terminal nobody wants to wait for streams.
 INTERRUPT_DRAIN_S = 1.0
-#: Beyond a drain, before SIGKILL.
-EXIT_GRACE_S = 2.0
+#: From the word to end until SIGKILL. To take down an interpreter with torch, and an arena, costs a quarter of a second of a
+#: processor, or seconds for a large arena, and workers are the last to get one on a busy machine: they are not hung for that.
+EXIT_GRACE_S = 10.0
+#: After SIGKILL, for those that did not listen. Whoever the kernel keeps for longer ends without us.
+REAP_LIMIT_S = 2.0
 #: A main loop that has once said that it is alive says so every second.
 SILENCE_LIMIT_S = 10.0
 #: After SIGKILL. The kernel may still have to free a lot of memory; a broken driver never lets go.
@@ -92,6 +97,7 @@ class Launcher:
         reload: Callable[[], Reloaded] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
         start_limit_s: float = START_LIMIT_S,
+        exit_grace_s: float = EXIT_GRACE_S,
     ) -> None:
         """`reload` is called on SIGHUP and may raise UsageError."""
         self._roster = Roster(specs, directory=directory, token=token, injections=injections)
@@ -99,6 +105,7 @@ class Launcher:
         self._ranks = GroupProgress(self._num_ranks)
         self._limit = RestartLimit(restart_limit)
         self._drain_timeout_s = drain_timeout_s
+        self._exit_grace_s = exit_grace_s
         self._observer = observer
         self._reload = reload
         self._selector = selectors.DefaultSelector()
@@ -115,7 +122,7 @@ class Launcher:
         self._impaired_since: float | None = None  #: when the first of them was lost
 
     def run(self, listener: socket.socket | None = None) -> None:
-        """Serves until a signal asks for the end. `listener` is closed when stopping begins. Raises ChildDied."""
+        """Serves until a signal asks for the end. `listener` is closed when stopping begins. Raises ChildDied, and UsageError."""
         with SignalInbox() as signals, self._selector:
             self._selector.register(signals, selectors.EVENT_READ, signals)
             try:
@@ -300,7 +307,7 @@ class Launcher:
         self._dying.begin(process)
 
     def _bury(self, process: Process) -> None:
-        """After its end. Raises ChildDied if it is not to be replaced."""
+        """After its end. Raises ChildDied if it is not to be replaced, UsageError if it never could start as asked."""
         self._forget(process)
         # A worker that goes down with another one is not a death of its own.
         is_first = process.kind != "worker" or process.incarnation != self._group_lost
@@ -311,7 +318,7 @@ class Launcher:
         if self._stopping or (self._draining and process.kind == "frontend"):
             return
         if not self._was_ready:
-            raise ChildDied(reason)
+            raise UsageError(reason) if process.has_refused else ChildDied(reason)
         if is_first and not self._limit.allows_another():
             raise ChildDied(reason if not self._limit.limit else f"{reason}: more deaths than --restart-limit {self._limit.limit} allows in ten minutes")
         if process.kind == "worker":
@@ -359,14 +366,14 @@ class Launcher:
         for process in stubborn:
             self._observer.on_killed(str(process))
             try:
-                process.reap(timeout_s=EXIT_GRACE_S)
+                process.reap(timeout_s=REAP_LIMIT_S)
             except subprocess.TimeoutExpired:
                 pass  # it has to end as soon as the kernel lets it
 
     def _ask_to_end(self, signals: SignalInbox, *kinds: ProcessKind) -> None:
         """What still runs ends here; waits for a moment until they have ended."""
         self._roster.tell(Drain(timeout_s=0.0), *kinds)
-        deadline = time.monotonic() + EXIT_GRACE_S
+        deadline = time.monotonic() + self._exit_grace_s
         while self._roster.living(*kinds) and time.monotonic() < deadline and not self._is_hurried(signals):
             self._handle_events(deadline - time.monotonic())
 

@@ -13,6 +13,7 @@ import socket
 import psutil
 
 from pagemill.errors import UsageError
+from pagemill.loopback import is_loopback
 
 _BACKLOG = 2048
 
@@ -45,13 +46,6 @@ def url_of(listener: socket.socket) -> str:
     if address.is_unspecified:
         host = "127.0.0.1" if address.version == 4 else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Of a numeric address; an IPv4 address in IPv6 clothes is what it wears underneath."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 def _explain(error: OSError, host: str, port: int) -> str:

@@ -19,7 +19,7 @@ from pagemill.errors import UsageError
 from pagemill.family_defaults import completed
 from pagemill.kv_groups import group_layers, kv_groups
 from pagemill.layer_windows import layer_kinds, layer_windows
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 
 #: The limit that safetensors itself sets on a header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -58,7 +58,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 def read_model_info(folder: Path) -> ModelInfo:
     """The geometry of the model in `folder`. Raises UsageError if it is incomplete or unfit."""
-    config = completed(_read_json(folder / "config.json"))
+    config = completed(read_json(folder / "config.json"))
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
         raise UsageError(f"{folder}: weights quantized by {method!r} are not supported; use the unquantized model or a .gguf file")
@@ -111,7 +111,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model: those of the index if there is one. Raises UsageError."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({folder / str(name) for name in _read_json(index).get("weight_map", {}).values()})
+        files = sorted({folder / str(name) for name in read_json(index).get("weight_map", {}).values()})
     elif (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
     else:
@@ -139,7 +139,8 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A settings file. Raises UsageError with its name if it is none."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise UsageError(f"{path} is too large to be a configuration")
@@ -185,7 +186,7 @@ def _num_rotary_tables(config: dict[str, Any]) -> int:
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """From the generation config where there is one: chat models end a turn with another id than a document."""
     path = folder / "generation_config.json"
-    ids = _read_json(path).get("eos_token_id") if path.exists() else None
+    ids = read_json(path).get("eos_token_id") if path.exists() else None
     ids = config.get("eos_token_id") if ids is None else ids
     ids = ids if isinstance(ids, list) else [ids]
     return tuple(sorted({token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0}))

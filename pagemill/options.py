@@ -21,12 +21,15 @@ from msgspec import inspect
 
 from pagemill.config import ServeOptions
 from pagemill.errors import UsageError
+from pagemill.foreign_flags import advice_on
 
 #: As vLLM reads them: a small letter is decimal, a capital or an `i` is binary. `MB` is what is printed on memory: decimal.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)} | {"kB": 1000, "B": 1}
+#: Share of letters that a word has in common with what may have been meant: two of four swapped, one of a longer word wrong.
+_CLOSE = 0.75
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
@@ -73,7 +76,13 @@ class Option:
             case inspect.VarTupleType():
                 return "one or more names"
             case _:
-                return "true or false" if self.is_switch else "text"
+                return "true or false" if self.is_switch else "a text that is not empty"
+
+    def means_nothing(self, value: object) -> bool:
+        """The stand-in for `auto` or for what was left out, which nobody writes but by mistake: an empty variable of a shell, above all."""
+        if isinstance(self.kind, inspect.VarTupleType):
+            return isinstance(value, tuple) and not all(value)
+        return value == "" or (self.automatic and self.default == 0 and value == 0)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -108,13 +117,22 @@ def parse_value(option: Option, value: object) -> Any:
     """`value` from a flag (text) or a TOML file (typed) as the option's own type. Raises UsageError."""
     parsed = value
     if option.number is not None and isinstance(value, str):
-        parsed = option.default if option.automatic and value.strip().lower() == "auto" else _number(value)
+        if option.automatic and value.strip().lower() == "auto":
+            return option.default
+        parsed = _number(value)
     elif isinstance(option.kind, inspect.VarTupleType) and isinstance(value, str):
         parsed = [value]
     try:
-        return msgspec.convert(parsed, type=_field_type(option.name))
+        converted = msgspec.convert(parsed, type=_field_type(option.name))
     except msgspec.ValidationError:
-        raise UsageError(f"{option.flag} accepts {option.accepts}; not {value!r}") from None
+        raise _unacceptable(option, value) from None
+    if option.means_nothing(converted):
+        raise _unacceptable(option, value)
+    return converted
+
+
+def _unacceptable(option: Option, value: object) -> UsageError:
+    return UsageError(f"{option.flag} accepts {option.accepts}; not {value!r}")
 
 
 def _number(text: str) -> int | str:
@@ -160,10 +178,22 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def refuse_unknown(arguments: list[str]) -> None:
-    """Raises UsageError for the first argument that no parser knew, with a guess at what was meant."""
-    if arguments:
-        flag = arguments[0].split("=")[0]
-        raise UsageError(f"there is no {flag}{_did_you_mean(flag, [option.flag for option in serve_options()])} in this version (see pagemill serve --help)")
+    """Raises UsageError for the first argument that no parser knew, with what does the same here or a guess at what was meant."""
+    if not arguments:
+        return
+    flag = arguments[0].split("=")[0]
+    if not flag.startswith("-"):
+        raise UsageError(f"pagemill serve takes one MODEL; {flag!r} is one argument too many")
+    if advice := advice_on(flag):
+        raise UsageError(f"there is no {flag}: {advice}")
+    raise UsageError(f"there is no {flag} in this version{_did_you_mean(flag, _flags())} (see pagemill serve --help)")
+
+
+def _flags() -> list[str]:
+    """All that are spelled out on a command line."""
+    flags = [flag for option in serve_options() if option.name != "model" for flag in (option.flag, *option.aliases)]
+    switches = [option.flag for option in serve_options() if option.is_switch]
+    return ["--config", *flags, *(f"--no-{flag.removeprefix('--')}" for flag in switches)]
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +224,7 @@ def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
 def resolve_options(arguments: Mapping[str, Any]) -> ServeOptions:
     """Parsed arguments over the file they name over defaults. Raises UsageError."""
     options = {option.name: option for option in serve_options()}
-    settings = read_config_file(arguments["config"]) if arguments.get("config") else {}
+    settings = read_config_file(arguments["config"]) if arguments.get("config") is not None else {}
     settings |= {name: parse_value(options[name], value) for name, value in arguments.items() if name in options}
     return msgspec.convert(settings, type=ServeOptions)
 
@@ -208,5 +238,7 @@ def _field_type(name: str) -> Any:
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """A guess at a slip of the fingers. The dashes that all flags have in common say nothing."""
+    bare = {name.lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(word.lstrip("-").replace("_", "-" if word.startswith("-") else "_"), bare, n=1, cutoff=_CLOSE)
+    return f"; did you mean {bare[close[0]]}?" if close else ""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill.messages import Decision, VictimKind, VictimPrice
+from pagemill.messages.decisions import Decision, VictimKind, VictimPrice
 
 DEFAULT_DECISIONS = 100
 MAX_DECISIONS = 1000  #: that one answer may have
@@ -130,10 +130,11 @@ def _why(price_s: float | None, other_s: float | None, other: str, closed: str) 
 # --- all of them -----------------------------------------------------------------------------------------
 
 
-def summary(report: PreemptionReport) -> Iterator[Line]:
-    """Counts by kind and reason, of the decisions here and of everything since the scheduler started."""
+def summary(report: PreemptionReport, num_known: int = 0) -> Iterator[Line]:
+    """Counts by kind and reason, of the decisions here, which may be the newest of more, and of everything since the scheduler started."""
     decisions = report.decisions
-    yield Line(f"{_count(len(decisions), 'decision')} ({_listed(Counter(decision.reason for decision in decisions))}).")
+    told = f"newest {len(decisions):,} of {num_known:,} decisions" if num_known > len(decisions) else _count(len(decisions), "decision")
+    yield Line(f"{told[0].upper() + told[1:]} ({_listed(Counter(decision.reason for decision in decisions))}).")
     for kind, past in _PAST.items():
         victims = [(decision, victim) for decision in decisions for victim in decision.victims if victim.yielded and victim.kind == kind]
         if victims:

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 import msgspec
 
 from pagemill.control import ControlSocket, control_pair
-from pagemill.messages import NONE, ChildToLauncher, Failed, LauncherToChild, ProcessKind, Start
+from pagemill.errors import REFUSED_CODE
+from pagemill.ids import NONE
+from pagemill.messages.control import ChildToLauncher, Failed, LauncherToChild, Start
+from pagemill.messages.wire import ProcessKind
 
 #: The first epoch of a scheduler leaves room for as many rebuilds of the core and restarts of workers by the one before.
 _EPOCHS_PER_INCARNATION = 1 << 20
@@ -51,6 +54,7 @@ class Process:
         self.incarnation = incarnation
         self.ready = False
         self.failure = ""  #: what the child itself said before it ended
+        self.has_refused = False  #: it has ended because what was asked of it cannot be
         self.condemned_for = ""  #: why it was killed
         ours, theirs = control_pair()
         ours.setblocking(False)
@@ -134,6 +138,7 @@ class Process:
         except msgspec.MsgspecError:
             pass  # it has ended already, and how is known better from its exit code
         code = self._popen.wait(timeout_s)
+        self.has_refused = code == REFUSED_CODE and bool(self.failure)
         os.close(self.pidfd)
         self.control.close()
         if self.failure:

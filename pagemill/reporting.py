@@ -8,16 +8,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from pagemill import messages
 from pagemill.config import WorkerConfig
 from pagemill.group_progress import group_name
 from pagemill.memory_plan import MemoryPlan
+from pagemill.messages import control
 from pagemill.resolve import Model, Settings
 from pagemill.swap_plan import SwapPlan
 from pagemill.telemetry import get_logger, resolve_format
@@ -31,7 +33,7 @@ class Reporter(Protocol):
 
     def on_listening(self, url: str) -> None: ...
     def on_settled(self, model: Model, settings: Settings) -> None: ...
-    def on_progress(self, process: str, progress: messages.Progress) -> None: ...
+    def on_progress(self, process: str, progress: control.Progress) -> None: ...
     def on_process_ready(self, process: str, detail: str) -> None: ...
     def on_ready(self) -> None: ...
     def on_process_lost(self, process: str, reason: str, num_deaths: int, limit: int) -> None: ...
@@ -42,6 +44,7 @@ class Reporter(Protocol):
     def on_reload_refused(self, reason: str) -> None: ...
     def on_stopping(self, reason: str) -> None: ...
     def on_killed(self, process: str) -> None: ...
+    def on_failed(self, reason: str) -> None: ...
 
 
 def make_reporter(log_format: str, *, has_key: bool) -> Reporter:
@@ -85,7 +88,7 @@ class LogReporter:
         )
         self._warn(plan.notes)
 
-    def on_progress(self, process: str, progress: messages.Progress) -> None:
+    def on_progress(self, process: str, progress: control.Progress) -> None:
         step = (progress.phase, int(progress.fraction * 10))
         if self._last_progress.get(process) != step:
             self._last_progress[process] = step
@@ -122,6 +125,9 @@ class LogReporter:
 
     def on_killed(self, process: str) -> None:
         log.info("process_killed", child=process, reason="did not end when asked")
+
+    def on_failed(self, reason: str) -> None:
+        log.error("server_failed", reason=reason)
 
     def _warn(self, notes: tuple[str, ...]) -> None:
         for note in notes:
@@ -178,7 +184,7 @@ class ConsoleReporter:
             self._console.print(f"[yellow]note[/] {note}")
         self._show_progress(group_name(len(settings.workers)), "starting", None, "")
 
-    def on_progress(self, process: str, progress: messages.Progress) -> None:
+    def on_progress(self, process: str, progress: control.Progress) -> None:
         self._show_progress(process, progress.phase, progress.fraction, progress.detail)
 
     def on_process_ready(self, process: str, detail: str) -> None:
@@ -212,14 +218,19 @@ class ConsoleReporter:
 
     def on_stopping(self, reason: str) -> None:
         self._end_bar()
-        self._console.print(f"stopping ({reason}); once more ends it at once", markup=False)
+        self._print(f"stopping ({reason}); once more ends it at once")
 
     def on_killed(self, process: str) -> None:
         pass  # of no use to a person, who is told why the server ends
 
+    def on_failed(self, reason: str) -> None:
+        self._end_bar()
+        self._console.print(f"pagemill: {reason}", markup=False, soft_wrap=True)
+
     def _print(self, line: str, style: str = "") -> None:
-        """What may hold anything, paths above all: neither markup nor folded."""
-        self._console.print(line, style=style or None, markup=False, soft_wrap=True)
+        """What happens while the server runs, dated like the log's lines around it. It may hold anything, paths above all: neither markup nor folded."""
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        self._console.print(Text.assemble((now, "dim"), " ", (line, style)), soft_wrap=True)
 
     def _show_progress(self, process: str, phase: str, fraction: float | None, detail: str) -> None:
         """One line for each process. A fraction of None moves without end."""

@@ -74,14 +74,29 @@ def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
         raise UsageError(f"--block-size accepts auto or a power of two up to 256; not {options.block_size}")
     if options.max_model_len == 1:
         raise UsageError("--max-model-len accepts auto or at least 2, one token in and one out; not 1")
-    if options.num_blocks and options.kv_cache_memory:
-        raise UsageError("--num-blocks and --kv-cache-memory both size the KV pool; give one of them")
-    if options.preemption == "swap" and options.swap_memory == 0:
-        raise UsageError("--preemption swap has nowhere to swap to with --swap-memory 0; take a size or auto, or --preemption recompute")
+    _check_pairs(options)
     for fault in options.inject:
         parse_fault(fault)
     if options.event_log and not Path(options.event_log).absolute().parent.is_dir():
         raise UsageError(f"--event-log: the folder of {options.event_log} does not exist")
+    if options.event_log and Path(options.event_log).is_dir():
+        raise UsageError(f"--event-log: {options.event_log} is a folder; name a file")
+
+
+def _check_pairs(options: ServeOptions) -> None:
+    """A setting that another one makes void was not meant. Raises UsageError."""
+    if options.num_blocks and options.kv_cache_memory:
+        raise UsageError("--num-blocks and --kv-cache-memory both size the KV pool; give one of them")
+    if options.preemption == "swap" and options.swap_memory == 0:
+        raise UsageError("--preemption swap has nowhere to swap to with --swap-memory 0; take a size or auto, or --preemption recompute")
+    if options.preemption == "recompute" and options.swap_memory:
+        raise UsageError("--swap-memory is taken for nothing with --preemption recompute, which never swaps; leave one of them out")
+    if options.shared_prefix_cache and not options.prefix_caching:
+        raise UsageError("--shared-prefix-cache has nothing to share with --no-prefix-caching; leave one of them out")
+    if options.max_connections < options.frontends:
+        raise UsageError(f"--max-connections {options.max_connections} is less than one for each of --frontends {options.frontends}; raise it")
+    if options.log_requests and options.log_level in ("warning", "error"):
+        raise UsageError(f"--log-requests writes at level info, which --log-level {options.log_level} leaves out; take info or debug")
 
 
 def choose_device(options: ServeOptions, machine: Machine) -> Device:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagemill.injection import reach
-from pagemill.messages import LauncherToChild, PeerLost, PeerReady, PeerUp, ProcessKind, Reload
+from pagemill.messages.control import LauncherToChild, PeerLost, PeerReady, PeerUp, Reload
+from pagemill.messages.wire import ProcessKind
 from pagemill.process import Process, ProcessSpec, encode_config
 from pagemill.run_directory import remove_rendezvous, remove_sockets, rendezvous_path, socket_address
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pagemill.errors import UsageError
-from pagemill.messages import ProcessKind
+from pagemill.messages.wire import ProcessKind
 
 _PREFIX = "pagemill-run-"
 _RENDEZVOUS = "ranks."

@@ -25,10 +25,13 @@ from pagemill.arena_file import kept_arena, kept_directory
 from pagemill.config import ServeOptions
 from pagemill.discovery import ROOT, declarations
 from pagemill.errors import UsageError
+from pagemill.ids import NONE
 from pagemill.launcher import ChildDied, Launcher, Reloaded
-from pagemill.listening import bind, is_loopback, url_of
+from pagemill.listening import bind, url_of
+from pagemill.loopback import is_loopback
 from pagemill.machine import read_machine
-from pagemill.messages import NONE, ProcessKind, Progress
+from pagemill.messages.control import Progress
+from pagemill.messages.wire import ProcessKind
 from pagemill.model_info import check_supported, read_model_info
 from pagemill.process import ProcessSpec
 from pagemill.reload import Reloader
@@ -96,7 +99,7 @@ def _launch(reloader: Reloader, model: Model, listener: socket.socket, reporter:
         try:
             launcher.run(listener)
         except ChildDied as death:
-            print(f"pagemill: {death}", file=sys.stderr, flush=True)
+            reporter.on_failed(str(death))
             return 1
     return 0
 

@@ -6,20 +6,18 @@ changes state.
 
 from __future__ import annotations
 
+from pagemill.ids import ID_BYTES, num_ids
 from pagemill.keys import KEY_BYTES
-from pagemill.messages import AddRequest, Rejection
+from pagemill.messages.frontend import AddRequest, Rejection
 from scheduler.core_config import CoreConfig
-
-_ID_BYTES = 4
 
 
 def reject(request: AddRequest, config: CoreConfig, capacity_tokens: int, num_waiting: int, num_waiting_tokens: int) -> Rejection | None:
     """Why the request will not run, or None. `capacity_tokens` is what an otherwise empty pool holds of one sequence."""
-    num_prompt_tokens, odd_prompt_bytes = divmod(len(request.prompt_ids), _ID_BYTES)
-    num_output_tokens, odd_output_bytes = divmod(len(request.output_ids), _ID_BYTES)
+    num_prompt_tokens, num_output_tokens = num_ids(request.prompt_ids), num_ids(request.output_ids)
     num_tokens = num_prompt_tokens + num_output_tokens
     num_full_blocks = num_prompt_tokens // config.block_size
-    if odd_prompt_bytes or odd_output_bytes or not num_prompt_tokens:
+    if len(request.prompt_ids) % ID_BYTES or len(request.output_ids) % ID_BYTES or not num_prompt_tokens:
         return Rejection(request.key, "invalid", 0, 0)
     if num_output_tokens >= request.limits.max_tokens:
         return Rejection(request.key, "invalid", num_output_tokens + 1, request.limits.max_tokens)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagemill.messages import AddRequest
+from pagemill.ids import num_ids
+from pagemill.messages.frontend import AddRequest
+from pagemill.messages.sequences import GREEDY_TEMPERATURE
 
 #: The longest unused one is forgotten first.
 MAX_CONVICTIONS = 1024
 REMEMBERED_S = 3600.0
-#: Below this temperature nothing is drawn (`pagemill.messages.SamplingParams`).
-_GREEDY = 1e-5
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -44,7 +44,7 @@ class Convictions:
     def add(self, request: AddRequest, num_computed_tokens: int, now: float) -> None:
         """The request killed workers when so many of its tokens were being computed, or were already."""
         digest = _digest(request)
-        is_drawn = num_computed_tokens > len(request.prompt_ids) // 4 and request.sampling.temperature >= _GREEDY
+        is_drawn = num_computed_tokens > num_ids(request.prompt_ids) and request.sampling.temperature >= GREEDY_TEMPERATURE
         before = self._known.pop(digest, None)
         is_known = before is not None and before.seed != request.seed
         self._known[digest] = _Conviction(now + REMEMBERED_S, request.seed if is_drawn and not is_known else None)

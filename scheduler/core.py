@@ -15,41 +15,19 @@ for work last. The same events at the same times give the same effects, so a rec
 
 from __future__ import annotations
 
-import heapq
 from typing import assert_never
 
-from pagemill.messages import (
-    NO_PLAN,
-    NO_ROW,
-    AbortRequest,
-    AddRequest,
-    Adopt,
-    Distrust,
-    Drain,
-    Effect,
-    Event,
-    FinishReason,
-    FinishRequest,
-    InstallRow,
-    PeerLost,
-    PeerUp,
-    Plan,
-    PlanId,
-    Preempt,
-    Rejection,
-    Revive,
-    RowMissing,
-    SeqId,
-    SequenceKey,
-    StepDone,
-    TransferDone,
-    Turn,
-    WorkerReady,
-)
+from pagemill.ids import NO_PLAN, NO_ROW, PlanId, SeqId
+from pagemill.messages.control import Drain, PeerLost, PeerUp
+from pagemill.messages.frontend import AbortRequest, AddRequest, FinishRequest, Rejection
+from pagemill.messages.sequences import FinishReason, SequenceKey
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, StepDone, TransferDone, WorkerReady
 from scheduler import admission
 from scheduler.core_config import CoreConfig
 from scheduler.counters import Counters, snapshot
+from scheduler.deadlines import Deadlines
 from scheduler.early_copies import EarlyCopies
+from scheduler.events import Adopt, Distrust, Effect, Event, Preempt, Revive, Turn
 from scheduler.kv_memory import KvMemory
 from scheduler.outputs import Outputs
 from scheduler.plans import PlanInFlight, SliceInFlight
@@ -78,13 +56,13 @@ class SchedulerCore:
         self.counters = Counters()
         self.memory = KvMemory(self.config.num_blocks, self.config.block_size, self.config.groups, self.config.max_num_batched_tokens)
         self.prefill = PrefillRate(self.config.prefill_tok_s)
-        self.swapping = Swapping(self.config, self.memory, self.prefill)
+        self.swapping = Swapping(self.config, self.memory, self.prefill, self._on_lost)
         self.early_copies = EarlyCopies(self.config, self.memory, self.swapping, self.prefill)
         self.queues = Queues()
         self.rows = Rows(self.config.epoch, len(self.config.groups))
-        self.preemption = Preemption(self.config, self.queues, self.memory, self.swapping, self.prefill, self._on_preempted)
-        self.preemption.on_resumed = self.counters.count_resume
-        self.swapping.on_lost = self._on_lost
+        self.preemption = Preemption(
+            self.config, self.queues, self.memory, self.swapping, self.prefill, on_preempted=self._on_preempted, on_resumed=self.counters.count_resume
+        )
         self.steps = StepBuilder(self.config, self.policy, self.queues, self.memory, self.swapping, self.early_copies, self.preemption)
         self.sequences: dict[SequenceKey, Sequence] = {}  #: every live one, by its name
         self.plans: list[PlanInFlight] = []  #: oldest first
@@ -95,10 +73,11 @@ class SchedulerCore:
         self._draining = False
         self.is_distrusted = False  #: the ranks do not agree: this core and its workers are at their end
         self._forced: list[Preempt] = []  #: to be obeyed at the next turn
-        self._deadlines: list[tuple[float, SequenceKey]] = []  #: a heap: until when sequences may wait to be started
+        self._deadlines = Deadlines()  #: until when sequences may wait to be started
         self._outputs = Outputs(self.config.epoch)
-        self.results = Results(self.memory, self.swapping, self.rows, self.suspects, self.plans, self.counters, self._outputs)
-        self.results.longest, self.results.on_end = self.longest, self._retire
+        self.results = Results(
+            self.memory, self.swapping, self.rows, self.suspects, self.plans, self.counters, self._outputs, longest=self.longest, on_end=self._retire
+        )
 
     def handle(self, event: Event, now: float) -> list[Effect]:  # noqa: C901, PLR0912 - one arm for each event
         """Takes one event at time `now` (seconds, any origin, never backwards) and returns what must be done, in order."""
@@ -153,7 +132,7 @@ class SchedulerCore:
             return
         self._enter(request, now)
         if request.limits.max_queue_s > 0 and not request.output_ids:
-            heapq.heappush(self._deadlines, (now + request.limits.max_queue_s, request.key))
+            self._deadlines.add(now + request.limits.max_queue_s, request.key)
 
     def _enter(self, request: AddRequest, now: float) -> Sequence:
         sequence = Sequence(SeqId(self._next_seq_id), request, now=now, block_size=self.config.block_size, num_groups=len(self.config.groups))
@@ -180,8 +159,8 @@ class SchedulerCore:
         sequence.has_prefilled, sequence.has_decoded, sequence.suspicion = event.has_prefilled, event.has_decoded, event.suspicion
         if event.suspicion is not None and event.suspicion.alone:
             self.suspects.add(sequence)
-        if sequence.queue_s < 0 and event.request.limits.max_queue_s > 0:
-            heapq.heappush(self._deadlines, (event.added_at + event.request.limits.max_queue_s, sequence.key))
+        if event.is_new and event.request.limits.max_queue_s > 0:
+            self._deadlines.add(event.added_at + event.request.limits.max_queue_s, sequence.key)
 
     def _reject(self, rejection: Rejection) -> None:
         self.counters.count_end("rejected")
@@ -189,13 +168,11 @@ class SchedulerCore:
 
     def _expire(self, now: float) -> None:
         """Sequences that have waited too long to be started are refused."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
-            sequence = self.sequences.get(key)
-            if sequence is not None and sequence.queue_s < 0:
-                waited_ms, limit_ms = round(1000 * (now - sequence.added_at)), round(1000 * sequence.limits.max_queue_s)
-                self._reject(Rejection(key, "queue_timeout", waited_ms, limit_ms))
-                self._remove(sequence)
+        for key in self._deadlines.pop_due(now):
+            sequence = self.sequences[key]
+            waited_ms, limit_ms = round(1000 * (now - sequence.added_at)), round(1000 * sequence.limits.max_queue_s)
+            self._reject(Rejection(key, "queue_timeout", waited_ms, limit_ms))
+            self._remove(sequence)
 
     def _finish_request(self, request: FinishRequest) -> None:
         sequence = self.sequences.get(request.key)
@@ -228,6 +205,7 @@ class SchedulerCore:
         fence = sequence.planned_in
         self.queues.move(sequence, Status.FINISHED)
         del self.sequences[sequence.key]
+        self._deadlines.discard(sequence.key)
         self.memory.release(sequence, fence)
         self.swapping.release(sequence)
         self.rows.release(sequence, fence)
@@ -279,6 +257,7 @@ class SchedulerCore:
                 sequence.drawn_in = plan_id
             if sequence.queue_s < 0:
                 sequence.queue_s = now - sequence.added_at
+                self._deadlines.discard(sequence.key)
         self.plans.append(PlanInFlight(plan_id, in_flight, all_ranks(self.config.num_workers), is_alone))
         self.counters.count_plan(planned)
         return [*installs, Plan(self.config.epoch, plan_id, tuple(slices), transfers, self.rows.take_released(installs))]

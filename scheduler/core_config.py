@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 
 Positive = Annotated[int, Meta(ge=1)]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from pagemill.messages import Adopt, StatsSnapshot
+from pagemill.messages.frontend import StatsSnapshot
 from scheduler.core_config import CoreConfig
 from scheduler.decisions import Decisions
+from scheduler.events import Adopt
 from scheduler.kv_memory import KvMemory
 from scheduler.queues import Queues
 from scheduler.slices import PlannedSlice

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pagemill.messages import BlockCounts, DebugState, InvariantReport, Revive, SequenceState, SwapSlotCounts
+from pagemill.ids import num_ids
+from pagemill.messages.debug_state import BlockCounts, DebugState, InvariantReport, SequenceState, SwapSlotCounts
 from scheduler.core import SchedulerCore
+from scheduler.events import Revive
 from scheduler.invariants import InvariantError, check
 from scheduler.keeper import CoreKeeper
 from scheduler.sequence import Status
@@ -50,7 +52,7 @@ def debug_state_without_core(keeper: CoreKeeper) -> DebugState:
 
 
 def _held(number: int, revive: Revive) -> SequenceState:
-    num_tokens = (len(revive.request.prompt_ids) + len(revive.request.output_ids)) // 4
+    num_tokens = num_ids(revive.request.prompt_ids) + num_ids(revive.request.output_ids)
     return SequenceState(
         request_id=revive.request.request_id,
         seq_id=number,

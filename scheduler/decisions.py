@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from pagemill.messages import Decision, VictimKind
+from pagemill.messages.decisions import Decision, VictimKind
 
 #: Newest decisions that are kept.
 RING_SIZE = 1000

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagemill.messages import BlockId, SwapSlotId
+from pagemill.ids import BlockId, SwapSlotId
 from scheduler.core_config import CoreConfig
 from scheduler.kv_memory import KvMemory
 from scheduler.rates import PrefillRate
@@ -90,7 +90,7 @@ class EarlyCopies:
 
     def _copy(self, block: BlockId, key: bytes) -> int:
         """Returns how many copies were ordered."""
-        slot = self._cached_slot(key)
+        slot = None if self._memory.pool.was_copied_in_vain(block) else self._cached_slot(key)
         if slot is None:
             return 0
         self._transfers.order_out(block, slot, holds_block=True)

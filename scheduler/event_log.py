@@ -3,18 +3,25 @@
 A file is a sequence of length-prefixed msgpack frames: first the `CoreConfig`, then one `Record` per event.
 Because the core is a pure function of its events, the log alone reproduces every plan with its rows. It
 holds token ids, so it is as confidential as the prompts.
+
+    EventLog    one file, of one core          EventLogs    those of a scheduler, core after core
+    read_log    a file back
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from pagemill.messages import Effect, Event
+from pagemill.telemetry import get_logger
 from scheduler.core_config import CoreConfig
+from scheduler.events import Effect, Event
+
+log = get_logger("scheduler.event_log")
 
 _LENGTH_BYTES = 4
 
@@ -32,9 +39,7 @@ class EventLog:
 
     def __init__(self, path: str, config: CoreConfig) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.fchmod(descriptor, 0o600)  # an existing file would keep the mode it has
-        self._file = os.fdopen(descriptor, "wb")
+        self._file = os.fdopen(_open_private(path), "wb")
         self._write(self._encoder.encode(config))
 
     def append(self, now: float, event: Event, effects: list[Effect]) -> None:
@@ -50,9 +55,61 @@ class EventLog:
         self._file.write(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
 
-def log_path(path: str, incarnation: int, number: int) -> str:
-    """Where the log of core `number` of this incarnation of the scheduler goes: each has one of its own, the very first the path asked for."""
-    return path if incarnation == number == 0 else f"{path}.{incarnation}.{number}"
+def _open_private(path: str) -> int:
+    """A descriptor. Raises OSError, also where the mode of an existing file cannot be changed."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)  # an existing file would keep the mode it has
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class EventLogs:
+    """A log for each core of one scheduler: the first goes to `path`, each later one has a name of its own. Without a path there are none.
+
+    A log that cannot be written ends, for that is no reason to stop serving; the next core gets its own again.
+    """
+
+    def __init__(self, path: str, incarnation: int, first_epoch: int) -> None:
+        self._path, self._incarnation, self._first_epoch = path, incarnation, first_epoch
+        self._log: EventLog | None = None
+
+    def begin(self, config: CoreConfig) -> None:
+        """A core is about to get its first event."""
+        self.close()
+        if self._path:
+            number = config.epoch - self._first_epoch
+            with self._may_end():
+                self._log = EventLog(self._path if self._incarnation == number == 0 else f"{self._path}.{self._incarnation}.{number}", config)
+
+    def append(self, now: float, event: Event, effects: list[Effect]) -> None:
+        if self._log is not None:
+            with self._may_end():
+                self._log.append(now, event, effects)
+
+    def flush(self) -> None:
+        if self._log is not None:
+            with self._may_end():
+                self._log.flush()
+
+    def close(self) -> None:
+        if self._log is not None:
+            with self._may_end():
+                self._log.close()
+            self._log = None
+
+    @contextmanager
+    def _may_end(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.error("event_log_ended", error=error.strerror)
+            ended, self._log = self._log, None
+            if ended is not None:
+                with suppress(OSError):  # closed all the same, without what could not be written
+                    ended.close()
 
 
 def read_log(path: Path) -> tuple[CoreConfig, Iterator[Record]]:
@@ -63,9 +120,13 @@ def read_log(path: Path) -> tuple[CoreConfig, Iterator[Record]]:
     frames = _frames(path)
     first = next(frames, None)
     if first is None:
-        raise msgspec.DecodeError(f"{path} is empty")
+        raise msgspec.DecodeError(f"{path} is no event log" if path.stat().st_size else f"{path} is empty")
+    try:
+        config = msgspec.msgpack.decode(first, type=CoreConfig)
+    except msgspec.DecodeError as error:
+        raise msgspec.DecodeError(f"{path} is no event log of this version: {error}") from error
     decoder = msgspec.msgpack.Decoder(Record)
-    return msgspec.msgpack.decode(first, type=CoreConfig), (decoder.decode(frame) for frame in frames)
+    return config, (decoder.decode(frame) for frame in frames)
 
 
 def _frames(path: Path) -> Iterator[bytes]:

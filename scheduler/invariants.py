@@ -6,15 +6,16 @@ story: what is wrong, and with which block or sequence. Nothing here mutates.
 
 from __future__ import annotations
 
-from typing import cast
-
 from kvstore.block_table import blocks_for
 from kvstore.id_pool import Id, IdPool
+from pagemill.ids import BEHIND, NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
 from pagemill.kv_groups import first_live_block
-from pagemill.messages import BEHIND, NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
 from scheduler.core import SchedulerCore
 from scheduler.ranks import all_ranks
 from scheduler.sequence import Sequence, Status
+
+#: Of a sequence that no plan in flight names: tokens being computed, and being drawn.
+_NONE_PLANNED = [0, 0]
 
 
 class InvariantError(Exception):
@@ -25,10 +26,14 @@ def check(core: SchedulerCore) -> None:
     """Raises InvariantError on the first breach."""
     _check_queues(core)
     _check_sequences(core)
-    _check_blocks(core)
-    _check_slots(core)
-    _check_transfers(core)
-    _check_index(core)
+    # With hundreds of sequences waiting, most hold nothing, and this is what makes a check fast.
+    holders = [sequence for sequence in core.queues if not _is_blank(sequence)]
+    for sequence in holders:
+        _check_tables(core, sequence)
+    _check_blocks(core, holders)
+    _check_slots(core, holders)
+    _check_transfers(core, holders)
+    _check_index(core, holders)
     _check_rows(core)
     _check_plans(core)
 
@@ -47,8 +52,10 @@ def _check_queues(core: SchedulerCore) -> None:
     for status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED):
         queue = queues.of(status)
         for sequence in queue:
-            _require(sequence.status is status, "{!r} is in the queue of {}", sequence, status.value)
-            _require(core.sequences[sequence.key] is sequence, "{!r} is not the one its name stands for", sequence)
+            if sequence.status is not status:
+                raise InvariantError(f"{sequence!r} is in the queue of {status.value}")
+            if core.sequences[sequence.key] is not sequence:
+                raise InvariantError(f"{sequence!r} is not the one its name stands for")
         orders = [sequence.order for sequence in queue]
         _require(orders == sorted(orders), "the queue of {} is out of order", status.value)
     _require(len(queues.running) <= core.config.max_num_seqs, "{} run, more than max_num_seqs", len(queues.running))
@@ -63,11 +70,10 @@ def _check_sequences(core: SchedulerCore) -> None:
                 counts[0] += slice_.piece.num_tokens
                 counts[1] += slice_.piece.sample
     for sequence in core.queues:
-        in_flight = planned.get(sequence.seq_id, [0, 0])
+        in_flight = planned.get(sequence.seq_id, _NONE_PLANNED)
         _require([sequence.num_planned_tokens, sequence.num_pending_tokens] == in_flight, "{!r}: plans in flight say {}", sequence, in_flight)
-        _require(sequence.num_prompt_tokens <= sequence.num_tokens, "{!r} lost prompt tokens", sequence)
+        _require(sequence.num_output_tokens >= 0, "{!r} lost prompt tokens", sequence)
         _require(sequence.num_output_tokens < sequence.limits.max_tokens, "{!r} should have ended", sequence)
-        _check_tables(core, sequence)
         if sequence.status is Status.RUNNING:
             _require(not sequence.num_absent and not sequence.holds_weakly, "{!r} runs without all its KV", sequence)
         else:
@@ -78,8 +84,6 @@ def _check_tables(core: SchedulerCore, sequence: Sequence) -> None:
     """Each entry is on the device, in the arena or behind the window, and there are as many as the positions need."""
     reached = sequence.num_computed_tokens + sequence.num_planned_tokens
     _require(reached <= sequence.num_tokens + sequence.num_pending_tokens, "{!r} computes more than it knows", sequence)
-    if not reached and _holds_nothing(sequence):  # as most that wait: with hundreds of them this is what makes a check fast
-        return
     num_absent = 0
     for group, table in enumerate(sequence.tables):
         wanted = blocks_for(reached, core.config.block_size)
@@ -94,10 +98,14 @@ def _check_tables(core: SchedulerCore, sequence: Sequence) -> None:
     _check_windows(core, sequence)
 
 
-def _holds_nothing(sequence: Sequence) -> bool:
-    """Neither blocks nor slots, and none are counted."""
-    held = sequence.num_absent or sequence.num_behind or sequence.arriving or any(sequence.slots)
-    return not held and not any(table.ids or table.num_behind for table in sequence.tables)
+def _is_blank(sequence: Sequence) -> bool:
+    """It has computed and plans nothing, holds neither blocks nor slots, and counts none."""
+    if sequence.num_computed_tokens or sequence.num_planned_tokens or sequence.num_absent or sequence.num_behind or sequence.arriving:
+        return False
+    for table in sequence.tables:
+        if table.ids or table.num_behind:
+            return False
+    return not any(sequence.slots)
 
 
 def _check_windows(core: SchedulerCore, sequence: Sequence) -> None:
@@ -113,10 +121,10 @@ def _check_windows(core: SchedulerCore, sequence: Sequence) -> None:
     _require(sequence.num_behind == num_behind, "{!r} counts {} entries behind windows, there are {}", sequence, sequence.num_behind, num_behind)
 
 
-def _check_blocks(core: SchedulerCore) -> None:
+def _check_blocks(core: SchedulerCore, holders: list[Sequence]) -> None:
     pool = core.memory.pool
     references, weak = [0] * pool.num_blocks, [0] * pool.num_blocks
-    for sequence in core.queues:
+    for sequence in holders:
         for table in sequence.tables:
             for number in table.ids:
                 if number >= 0:
@@ -124,7 +132,7 @@ def _check_blocks(core: SchedulerCore) -> None:
                     weak[number] += sequence.holds_weakly
     for transfer in core.swapping.transfers.in_flight():
         references[transfer.block] += transfer.holds_block
-    for number in pool.copied():
+    for _, number in pool.copied():
         references[number] += 1
     places = _places(pool)
     _check_places(pool, references, places)
@@ -140,22 +148,21 @@ def _check_blocks(core: SchedulerCore) -> None:
 def _check_places(pool: IdPool[Id], references: list[int], places: list[str]) -> None:
     """Each id is counted as often as it is referred to, and what its place says fits its count and its key."""
     noun, indexed = pool.NOUN, set(pool.index.entries().values())
-    for number, (count, place) in enumerate(zip(references, places, strict=True)):
-        one = cast(Id, number)
-        if pool.count(one) != count:
-            raise InvariantError(f"{noun} {one} counts {pool.count(one)} references, there are {count}")
+    for number, (count, counted, place) in enumerate(zip(references, pool.counts(), places, strict=True)):
+        if counted != count:
+            raise InvariantError(f"{noun} {number} counts {counted} references, there are {count}")
         if (count > 0) != (place == "referenced"):
-            raise InvariantError(f"{noun} {one} is {place} with {count} references")
-        if place == "cached" and one not in indexed:
-            raise InvariantError(f"{noun} {one} is cached without a key")
-        if place == "free" and one in indexed:
-            raise InvariantError(f"{noun} {one} is free with a key")
+            raise InvariantError(f"{noun} {number} is {place} with {count} references")
+        if place == "cached" and number not in indexed:
+            raise InvariantError(f"{noun} {number} is cached without a key")
+        if place == "free" and number in indexed:
+            raise InvariantError(f"{noun} {number} is free with a key")
 
 
-def _check_slots(core: SchedulerCore) -> None:
+def _check_slots(core: SchedulerCore, holders: list[Sequence]) -> None:
     swap = core.swapping.swap
     references = [0] * swap.total
-    for sequence in core.queues:
+    for sequence in holders:
         for slots in sequence.slots:
             for slot in slots.values():
                 references[slot] += 1
@@ -167,7 +174,7 @@ def _check_slots(core: SchedulerCore) -> None:
     _require(swap.filling() == writers, "filling slots {} are not those being written {}", swap.filling(), writers)
 
 
-def _check_transfers(core: SchedulerCore) -> None:
+def _check_transfers(core: SchedulerCore, holders: list[Sequence]) -> None:
     transfers = core.swapping.transfers
     in_flight = transfers.in_flight()
     waited_for = [transfer.ranks_left for transfer in in_flight]
@@ -187,7 +194,7 @@ def _check_transfers(core: SchedulerCore) -> None:
     for direction in ("out", "in"):
         background = sum(transfer.direction == direction and transfer.needed_by == NO_PLAN for transfer in in_flight)
         _require(transfers.num_background(direction) == background, "transfers in the background are counted wrongly")
-    for sequence in core.queues:
+    for sequence in holders:
         named = {transfer.transfer_id for transfer in in_flight if transfer.sequence is sequence and transfer.direction == "in"}
         _require(set(sequence.arriving.values()) <= named, "{!r} waits for transfers that nobody carries out", sequence)
 
@@ -199,11 +206,12 @@ def _places(pool: IdPool[BlockId] | IdPool[SwapSlotId]) -> list[str]:
         raise InvariantError(str(error)) from error
 
 
-def _check_index(core: SchedulerCore) -> None:
+def _check_index(core: SchedulerCore, holders: list[Sequence]) -> None:
     index = core.memory.pool.index
     for key, block in index.entries().items():
-        _require(index.key_of(block) == key, "block {} and its key disagree", block)
-    for sequence in core.queues:
+        if index.key_of(block) != key:
+            raise InvariantError(f"block {block} and its key disagree")
+    for sequence in holders:
         num_full = sequence.num_computed_tokens // core.config.block_size
         for group, table in enumerate(sequence.tables):
             for block_index, number in enumerate(table.ids[:num_full]):

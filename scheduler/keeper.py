@@ -17,30 +17,17 @@ from collections.abc import Callable
 
 import msgspec
 
+from pagemill.ids import NONE, num_ids
 from pagemill.injection import reach
-from pagemill.messages import (
-    NONE,
-    AbortRequest,
-    AddRequest,
-    Adopt,
-    Drain,
-    Effect,
-    Event,
-    FinishRequest,
-    PeerLost,
-    Rejection,
-    Revive,
-    SequenceKey,
-    SequenceOutput,
-    StatsSnapshot,
-    StepOutput,
-    Suspicion,
-    Turn,
-)
+from pagemill.messages.control import Drain, PeerLost
+from pagemill.messages.frontend import AbortRequest, AddRequest, FinishRequest, Rejection, SequenceOutput, StatsSnapshot, StepOutput
+from pagemill.messages.sequences import SequenceKey
 from scheduler.convictions import Convictions
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.counters import snapshot
+from scheduler.events import Adopt, Effect, Event, Revive, Suspicion, Turn
+from scheduler.held_sequences import HeldSequences
 from scheduler.invariants import check
 from scheduler.sequence import Sequence
 from scheduler.suspicion import judge
@@ -75,7 +62,7 @@ class CoreKeeper:
         self._num_refused = 0  #: of requests known to kill workers, that the present core has not heard of
         self._max_num_held, self._max_tokens_held = max_num_held, max_tokens_held
         self._check_invariants = check_invariants
-        self._held: dict[SequenceKey, Revive] = {}  #: sequences, while there is no core
+        self._held = HeldSequences()  #: while there is no core
         self._drain: Drain | None = None
         self._failures: deque[float] = deque()
         self._finished: dict[str, int] = {}  #: sequences that have ended while there was no core, by reason
@@ -86,7 +73,7 @@ class CoreKeeper:
 
     def held(self) -> list[Revive]:
         """Sequences that wait for workers."""
-        return list(self._held.values())
+        return self._held.revives()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What the core says to the event. Raises whatever the core raised if it fails too often."""
@@ -132,7 +119,7 @@ class CoreKeeper:
             if sequence.seq_id in causes or self._convictions.names(revive.request, now):  # its equals need not be tried
                 effects.append(self._failed(core.config.epoch, sequence.key, sequence.num_emitted_tokens, KILLED_WORKER))
             else:
-                self._held[sequence.key] = revive
+                self._held.add(revive)
         return effects
 
     # --- inside ----------------------------------------------------------------------------------------
@@ -152,11 +139,9 @@ class CoreKeeper:
         core = self.core = SchedulerCore(msgspec.structs.replace(config, epoch=self.epoch))
         self.on_core(core)
         effects: list[Effect] = []
-        held = sorted(self._held.values(), key=lambda revive: revive.request.arrival)
-        self._held.clear()
         adopt = msgspec.structs.replace(adopt, sequences_received=sum(self._finished.values()), sequences_finished=self._finished)
         self._finished = {}
-        events: list[Event] = [event for event in (adopt, *held, self._drain) if event is not None]
+        events: list[Event] = [event for event in (adopt, *self._held.take(), self._drain) if event is not None]
         for event in events:
             effects += self._pass_on(core, event, now)
         return effects
@@ -172,18 +157,17 @@ class CoreKeeper:
         core, last = self._give_up()
         effects: list[Effect] = [*told, *last, *core.take_outputs()]
         for sequence in core.sequences.values():
-            self._held[sequence.key] = _revive(sequence, sequence.suspicion)
+            self._held.add(_revive(sequence, sequence.suspicion))
         if isinstance(event, AddRequest | FinishRequest | AbortRequest):
-            named = self._held.pop(event.key, None)
-            num_emitted = len(named.request.output_ids) // 4 if named is not None else 0
+            named = self._held.pop(event.key)
+            num_emitted = num_ids(named.request.output_ids) if named is not None else 0
             if named is not None or isinstance(event, AddRequest):
                 effects.append(self._failed(core.config.epoch, event.key, num_emitted, CORE_FAILED))
         culprit = core.results.current
         if culprit is not None and culprit in self._held:
             self._failed_on[culprit] = self._failed_on.get(culprit, 0) + 1
-            if self._failed_on[culprit] >= _FAILURES_ON_ONE:
-                num_emitted = len(self._held.pop(culprit).request.output_ids) // 4
-                effects.append(self._failed(core.config.epoch, culprit, num_emitted, CORE_FAILED))
+            if self._failed_on[culprit] >= _FAILURES_ON_ONE and (named := self._held.pop(culprit)) is not None:
+                effects.append(self._failed(core.config.epoch, culprit, num_ids(named.request.output_ids), CORE_FAILED))
         return effects + self._build(core.config, Adopt((), (), core_rebuilds=1), now)
 
     def _give_up(self) -> tuple[SchedulerCore, list[Effect]]:
@@ -208,7 +192,7 @@ class CoreKeeper:
         )
 
     def _refuse_convicted(self, request: AddRequest) -> StepOutput:
-        num_received = len(request.output_ids) // 4
+        num_received = num_ids(request.output_ids)
         if self.core is None:
             return self._failed(self.epoch, request.key, num_received, KILLED_WORKER)
         self._num_refused += 1
@@ -243,20 +227,18 @@ class CoreKeeper:
             return self._refuse(Rejection(request.key, "draining", 0, 0))
         if len(self._held) >= self._max_num_held and not request.resubmitted:
             return self._refuse(Rejection(request.key, "queue_full", len(self._held) + 1, self._max_num_held))
-        num_tokens = (len(request.prompt_ids) + sum(len(revive.request.prompt_ids) for revive in self._held.values() if revive.queue_s < 0)) // 4
-        if self._held and num_tokens > self._max_tokens_held and not request.resubmitted:
+        num_tokens = num_ids(request.prompt_ids) + self._held.num_waiting_tokens
+        if len(self._held) and num_tokens > self._max_tokens_held and not request.resubmitted:
             return self._refuse(Rejection(request.key, "queue_tokens", num_tokens, self._max_tokens_held))
-        self._held[request.key] = Revive(request, now, -1.0, 0, 0, has_prefilled=False, has_decoded=False, suspicion=None)
+        self._held.add(Revive(request, now, -1.0, 0, 0, has_prefilled=False, has_decoded=False, suspicion=None))
         return []
 
     def _expire(self, now: float) -> list[Effect]:
         """Those that have never been started may not wait for longer than they said, whatever they wait for."""
         effects: list[Effect] = []
-        for key, revive in list(self._held.items()):
-            limit_s = revive.request.limits.max_queue_s
-            if revive.queue_s < 0 and 0 < limit_s <= now - revive.added_at:
-                del self._held[key]
-                effects += self._refuse(Rejection(key, "queue_timeout", round(1000 * (now - revive.added_at)), round(1000 * limit_s)))
+        for revive in self._held.pop_expired(now):
+            waited_ms, limit_ms = round(1000 * (now - revive.added_at)), round(1000 * revive.request.limits.max_queue_s)
+            effects += self._refuse(Rejection(revive.request.key, "queue_timeout", waited_ms, limit_ms))
         return effects
 
     def _refuse(self, rejection: Rejection) -> list[Effect]:
@@ -265,7 +247,7 @@ class CoreKeeper:
 
     def _end(self, keys: list[SequenceKey], reason: str) -> None:
         for key in keys:
-            if self._held.pop(key, None) is not None:
+            if self._held.pop(key) is not None:
                 self._count_end(reason)
 
     def _count_end(self, reason: str) -> None:

@@ -23,8 +23,9 @@ from collections.abc import Sequence as Sequences
 
 from kvstore.block_pool import BlockPool
 from kvstore.block_table import blocks_for
+from pagemill.ids import NO_PLAN, NONE, BlockId, PlanId
 from pagemill.kv_groups import first_live_block
-from pagemill.messages import NO_PLAN, NONE, BlockId, KvGroup, PlanId
+from pagemill.messages.sequences import KvGroup
 from scheduler.prefix_hits import Hit, OnDevice, Place, longest_hit
 from scheduler.sequence import Sequence, in_group
 

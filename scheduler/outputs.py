@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pagemill.messages import NONE, Effect, FinishReason, Rejection, RowResult, SequenceOutput, StepOutput
+from pagemill.ids import NONE
+from pagemill.messages.frontend import Rejection, SequenceOutput, StepOutput
+from pagemill.messages.sequences import FinishReason
+from pagemill.messages.worker import RowResult
+from scheduler.events import Effect
 from scheduler.sequence import Sequence
 
 

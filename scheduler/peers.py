@@ -13,20 +13,10 @@ import msgspec
 import zmq
 
 from pagemill.channels import Channel, ChannelError
-from pagemill.messages import (
-    AddRequest,
-    DebugStateQuery,
-    DecisionsQuery,
-    FrontendToScheduler,
-    Hello,
-    PeerLost,
-    PeerUp,
-    SchedulerReady,
-    SchedulerToFrontend,
-    SchedulerToWorker,
-    StatsSnapshot,
-    WorkerToScheduler,
-)
+from pagemill.messages.control import PeerLost, PeerUp
+from pagemill.messages.frontend import AddRequest, DebugStateQuery, DecisionsQuery, FrontendToScheduler, SchedulerReady, SchedulerToFrontend, StatsSnapshot
+from pagemill.messages.wire import Hello
+from pagemill.messages.worker import SchedulerToWorker, WorkerToScheduler
 from pagemill.telemetry import get_logger
 
 log = get_logger("scheduler.peers")

@@ -11,7 +11,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from pagemill.messages import PlanId, RowId, RowMissing, RowOutcome, RowResult, StepDone
+from pagemill.ids import PlanId, RowId
+from pagemill.messages.worker import RowMissing, RowOutcome, RowResult, StepDone
 from scheduler.ranks import without
 from scheduler.slices import PlannedSlice
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagemill.messages import NO_PLAN, BlockId, Decision, Preempt, PreemptionReason, VictimKind, VictimPrice
+from pagemill.ids import NO_PLAN, BlockId
+from pagemill.messages.decisions import Decision, PreemptionReason, VictimKind, VictimPrice
 from scheduler.core_config import CoreConfig
 from scheduler.decisions import Decisions
+from scheduler.events import Preempt
 from scheduler.kv_memory import KvMemory
 from scheduler.queues import Queues
 from scheduler.rates import PrefillRate
@@ -67,10 +69,18 @@ class Offer:
 
 
 class Preemption:
-    """Chooses and carries out. `on_preempted` lets the owner of rows and plans forget the victim."""
+    """Chooses and carries out. `on_preempted` lets the owner of rows and plans forget the victim, `on_resumed` is told how long one did not run."""
 
     def __init__(
-        self, config: CoreConfig, queues: Queues, memory: KvMemory, swapping: Swapping, prefill: PrefillRate, on_preempted: Callable[[Sequence], None]
+        self,
+        config: CoreConfig,
+        queues: Queues,
+        memory: KvMemory,
+        swapping: Swapping,
+        prefill: PrefillRate,
+        *,
+        on_preempted: Callable[[Sequence], None],
+        on_resumed: Callable[[float], None],
     ) -> None:
         self.decisions = Decisions()
         self.head: Sequence | None = None  #: the first that may run; set by the step builder
@@ -79,8 +89,7 @@ class Preemption:
         self.now = 0.0
         self.step = 0
         self._config, self._queues, self._memory, self._swapping, self._prefill = config, queues, memory, swapping, prefill
-        self._on_preempted = on_preempted
-        self.on_resumed: Callable[[float], None] = lambda seconds: None  #: told how long the sequence did not run
+        self._on_preempted, self._on_resumed = on_preempted, on_resumed
 
     def begin(self, now: float, step: int) -> None:
         """A new plan is being built."""
@@ -127,7 +136,7 @@ class Preemption:
         """A sequence runs from here on: its KV is on the device, or the next forward waits for it."""
         if candidate.status is Status.PREEMPTED:
             candidate.resumed_in_step = self.step
-            self.on_resumed(self.now - candidate.preempted_at)
+            self._on_resumed(self.now - candidate.preempted_at)
         self._queues.move(candidate, Status.RUNNING)
         self._memory.tighten(candidate)
 
@@ -168,7 +177,7 @@ class Preemption:
                     if block < 0 or block in keep:
                         continue
                     references[block] = references.get(block, 0) + 1
-                    num_freed += references[block] == pool.count(block) - pool.num_leaving_with(block)
+                    num_freed += references[block] == pool.num_to_free(block)
             if num_freed >= num_blocks:
                 return True
         return False

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstore.prefix_index import PrefixIndex
+from pagemill.ids import NONE, BlockId, SwapSlotId
 from pagemill.kv_groups import first_live_block
-from pagemill.messages import NONE, BlockId, KvGroup, SwapSlotId
+from pagemill.messages.sequences import KvGroup
 from scheduler.sequence import Sequence, in_group
 
 Place = TypeVar("Place")

@@ -16,54 +16,34 @@ from typing import assert_never
 import msgspec
 import zmq
 
-from kvstore.kv_directory import KvDirectory
 from pagemill.child import Child
 from pagemill.config import SchedulerConfig
+from pagemill.ids import NONE
 from pagemill.injection import reach
-from pagemill.messages import (
-    NONE,
+from pagemill.messages.control import Drain, Explained, PeerLost, PeerReady, PeerUp, Progress, Reload, Start, Stuck
+from pagemill.messages.frontend import (
     AddRequest,
-    Adopt,
-    BlockId,
     DebugStateQuery,
     DebugStateReply,
     DecisionsQuery,
     DecisionsReply,
-    Distrust,
-    Drain,
-    Effect,
-    Event,
-    Explained,
     FrontendToScheduler,
-    InstallRow,
-    PeerLost,
-    PeerReady,
-    PeerUp,
-    Plan,
-    Progress,
-    Reload,
-    RowMissing,
     SchedulerReady,
-    Start,
     StatsSnapshot,
-    StepDone,
     StepOutput,
-    Stuck,
-    SwapSlotId,
-    TransferDone,
-    Turn,
-    WorkerReady,
-    WorkerToScheduler,
 )
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, StepDone, TransferDone, WorkerReady, WorkerToScheduler
 from pagemill.supervision import Patience
 from pagemill.telemetry import get_logger
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.debug_state import debug_state, debug_state_without_core
-from scheduler.event_log import EventLog, log_path
+from scheduler.event_log import EventLogs
+from scheduler.events import Adopt, Distrust, Effect, Event, Turn
 from scheduler.keeper import CoreKeeper
 from scheduler.peers import Peers
 from scheduler.step_watch import StepWatch
+from scheduler.surviving_kv import SurvivingKv
 from scheduler.worker_group import RanksDiffer, core_config
 
 log = get_logger("scheduler.process")
@@ -84,20 +64,19 @@ class SchedulerProcess:
         self._peers = Peers(child.hello(), self._poller)
         self._peers.on_lost, self._peers.on_unusable = self._replace_frontend, self._replace_worker
         self._ready: dict[int, WorkerReady] = {}
+        self._kv = SurvivingKv(_map(child.start.directory_fd), on_write=lambda: reach("scheduler.directory"))
+        self._logs = EventLogs(self._config.event_log, child.start.incarnation, child.start.epoch)
         self._keeper = CoreKeeper(
             child.start.epoch,
             max_num_held=self._config.max_num_queued + self._config.max_num_seqs,
             max_tokens_held=self._config.max_queued_tokens,
             check_invariants=self._config.check_invariants,
         )
-        self._keeper.on_core, self._keeper.on_event, self._keeper.on_failure = self._on_core, self._on_event, self._on_failure
+        self._keeper.on_core, self._keeper.on_event, self._keeper.on_failure = self._on_core, self._logs.append, self._on_failure
         # A worker that has lost its scheduler finishes what it was sent before it meets the next one.
         num_tokens = self._config.max_num_batched_tokens * self._config.max_plans_in_flight
         self._reports: Patience[int] = Patience(self._config.step_timeout_s + self._config.step_timeout_s_per_token * num_tokens)  #: ranks that owe one
         self._watch = StepWatch(self._config.step_timeout_s, self._config.step_timeout_s_per_token, self._config.num_workers)
-        self._directory: KvDirectory | None = None
-        self._memory = _map(child.start.directory_fd)
-        self._log: EventLog | None = None
         self._schedule_s = 0.0  #: spent in the present core
         self._num_dropped = 0  #: frames that nobody could read, since it exists
         self._next_audit = 0.0
@@ -117,8 +96,7 @@ class SchedulerProcess:
                 self._look_after()
                 self._poller.poll(self._timeout_ms())
         finally:
-            if self._log is not None:
-                self._log.close()
+            self._logs.close()
             self._peers.close()
 
     def _timeout_ms(self) -> int:
@@ -262,77 +240,38 @@ class SchedulerProcess:
             config = core_config(self._config, self._ready)
         except RanksDiffer as error:
             self._child.fail(str(error))
-        adopt = self._open_directory(config)
-        self._carry_out(self._keeper.workers_ready(config, adopt, time.monotonic()))
+        self._carry_out(self._keeper.workers_ready(config, self._adopted(config), time.monotonic()))
         log.debug("core_built", num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len)
         self._child.say_ready(f"{config.num_blocks} KV blocks of {config.block_size} tokens", self._peers.incarnation("worker", 0))
 
-    def _open_directory(self, config: CoreConfig) -> Adopt | None:
-        """What KV has outlived the former core, or the former scheduler: the arena's, and the pool's if these workers wrote it."""
-        self._directory = None  # what it says is of another geometry, or of none
-        if self._memory is None:
-            return None
+    def _adopted(self, config: CoreConfig) -> Adopt | None:
+        """What KV has outlived the former core, or the former scheduler."""
         try:
-            self._directory = KvDirectory(
-                self._memory,
-                num_blocks=config.num_blocks,
-                num_slots=config.num_swap_slots,
-                block_bytes=config.block_bytes,
-                block_size=config.block_size,
-                pool_incarnation=self._peers.incarnation("worker", 0),
-                on_write=lambda: reach("scheduler.directory"),
-            )
+            adopt = self._kv.open(config, self._peers.incarnation("worker", 0))
         except ValueError as error:  # more blocks than the launcher has provided for: then nothing outlives the scheduler
             log.warning("no_kv_directory", error=str(error))
             return None
-        blocks = tuple((BlockId(number), key) for number, key in self._directory.blocks.entries())
-        slots = tuple((SwapSlotId(number), key) for number, key in self._directory.slots.entries())
-        log.info("kv_adopted", blocks=len(blocks), swap_slots=len(slots))
-        return Adopt(blocks, slots, expendable_blocks=tuple(BlockId(number) for number in self._directory.blocks.expendable()))
+        if adopt is not None:
+            log.info("kv_adopted", blocks=len(adopt.blocks), swap_slots=len(adopt.swap_slots))
+        return adopt
 
     def _on_core(self, core: SchedulerCore) -> None:
         """A core is about to get its first event. It counts from zero, and so do we."""
         self._schedule_s, self._num_dropped = 0.0, 0
-        if self._directory is not None:
-            core.memory.pool.index.mirror = self._directory.blocks
-            core.swapping.swap.index.mirror = self._directory.slots
-        if self._config.event_log:
-            if self._log is not None:
-                self._log.close()
-            path = log_path(self._config.event_log, self._child.start.incarnation, core.config.epoch - self._child.start.epoch)
-            try:
-                self._log = EventLog(path, core.config)
-            except OSError as error:
-                self._give_up_log(error)
-
-    def _on_event(self, now: float, event: Event, effects: list[Effect]) -> None:
-        if self._log is not None:
-            try:
-                self._log.append(now, event, effects)
-            except OSError as error:
-                self._give_up_log(error)
-
-    def _give_up_log(self, error: OSError) -> None:
-        """A log that cannot be written is no reason to stop serving."""
-        log.error("event_log_ended", error=error.strerror)
-        self._log = None
+        self._kv.follow(core)
+        self._logs.begin(core.config)
 
     def _on_failure(self, error: Exception) -> None:
         """The core is going to be rebuilt, and nothing that it said of KV is to be believed."""
         log.error("core_failed", error=str(error), recent=list(self._keeper.recent), exc_info=error)
         self._watch.clear(still_computing=True)
-        self._disown_kv()
+        self._kv.disown()
 
     def _distrust(self, effect: Distrust) -> None:
         """The workers are to be replaced. What they have left in the arena goes with them: nobody knows since when they are wrong."""
         self._watch.clear()
-        self._disown_kv()
+        self._kv.disown()
         self._replace_worker(effect.rank, effect.reason)
-
-    def _disown_kv(self) -> None:
-        if self._directory is not None:
-            self._directory.blocks.clear_all()
-            self._directory.slots.clear_all()
 
     # --- out -------------------------------------------------------------------------------------------
 
@@ -362,11 +301,7 @@ class SchedulerProcess:
         seconds = {**snapshot.step_seconds, "schedule": self._schedule_s}
         snapshot = msgspec.structs.replace(snapshot, step_seconds=seconds, dropped_messages=snapshot.dropped_messages + self._num_dropped)
         self._peers.send_snapshot(snapshot)
-        if self._log is not None:
-            try:
-                self._log.flush()
-            except OSError as error:
-                self._give_up_log(error)
+        self._logs.flush()
 
     def _tell_ready(self) -> None:
         """Every frontend hears once of each core."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.block_table import blocks_for
-from pagemill.messages import NO_PLAN, NONE, FinishReason, RowResult, SequenceKey
+from pagemill.ids import NO_PLAN, NONE
+from pagemill.messages.sequences import FinishReason, SequenceKey
+from pagemill.messages.worker import RowResult
 from scheduler.counters import Counters
 from scheduler.kv_memory import KvMemory
 from scheduler.outputs import Outputs
@@ -23,14 +25,23 @@ from scheduler.swapping import Swapping
 
 
 class Results:
-    """Works on the core's own parts; `plans` is the core's list of plans in flight."""
+    """Works on the core's own parts. `plans` is the core's list of plans in flight, `longest` how many tokens any one sequence may have."""
 
     def __init__(
-        self, memory: KvMemory, swapping: Swapping, rows: Rows, suspects: Suspects, plans: list[PlanInFlight], counters: Counters, outputs: Outputs
+        self,
+        memory: KvMemory,
+        swapping: Swapping,
+        rows: Rows,
+        suspects: Suspects,
+        plans: list[PlanInFlight],
+        counters: Counters,
+        outputs: Outputs,
+        *,
+        longest: int,
+        on_end: Callable[[Sequence, FinishReason], None],
     ) -> None:
         self.current: SequenceKey | None = None  #: the sequence whose result is being applied
-        self.longest = 0  #: tokens of any one sequence
-        self.on_end: Callable[[Sequence, FinishReason], None] = lambda sequence, reason: None
+        self._longest, self._on_end = longest, on_end
         self._memory, self._swapping, self._rows, self._suspects = memory, swapping, rows, suspects
         self._plans, self._counters, self._outputs = plans, counters, outputs
 
@@ -43,7 +54,7 @@ class Results:
         if error:
             self._outputs.emit(sequence, sequence.num_output_tokens, (), "error", error=error)
             self._distrust(sequence)
-            self.on_end(sequence, "error")
+            self._on_end(sequence, "error")
             return
         deferred = result is not None and result.outcome == "deferred"
         if slice_.counts():
@@ -110,12 +121,12 @@ class Results:
         stop_id = result.token_ids[taken - 1] if reason == "stop" else NONE
         self._outputs.emit(sequence, first_index, result.token_ids[:taken], reason, result=result, stop_id=stop_id)
         if reason is not None:
-            self.on_end(sequence, reason)
+            self._on_end(sequence, reason)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         if token in sequence.stop_ids and sequence.num_output_tokens >= sequence.sampling.min_tokens:
             return "stop"
-        if sequence.num_output_tokens >= sequence.limits.max_tokens or sequence.num_tokens >= self.longest:
+        if sequence.num_output_tokens >= sequence.limits.max_tokens or sequence.num_tokens >= self._longest:
             return "length"
         return None
 

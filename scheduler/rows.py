@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 
-from pagemill.messages import NO_PLAN, NO_ROW, InstallRow, PlanId, RowId, Slice
+from pagemill.ids import NO_PLAN, NO_ROW, PlanId, RowId
+from pagemill.messages.worker import InstallRow, Slice
 from scheduler.sequence import Sequence
 from scheduler.slices import PlannedSlice
 

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from enum import Enum
 
 from kvstore.block_table import BlockTable
+from pagemill.ids import NO_PLAN, NO_ROW, BlockId, PlanId, SeqId, SwapSlotId, num_ids, unpack_ids
 from pagemill.keys import KEY_BYTES, block_key
-from pagemill.messages import NO_PLAN, NO_ROW, AddRequest, BlockId, PlanId, SeqId, SequenceKey, Suspicion, SwapSlotId, unpack_ids
+from pagemill.messages.frontend import AddRequest
+from pagemill.messages.sequences import SequenceKey
+from scheduler.events import Suspicion
 
 
 class Status(Enum):
@@ -131,7 +134,7 @@ class Sequence:
         self.preempted_at = now  #: when it last yielded
         self.waiting_since_step = 0  #: since when it does not run
         self.resumed_in_step = -(2**31)  #: when it last came back, long ago if never
-        self.num_emitted_tokens = len(request.output_ids) // 4  #: output tokens that its frontend has been sent
+        self.num_emitted_tokens = num_ids(request.output_ids)  #: output tokens that its frontend has been sent
         self.has_prefilled = self.has_decoded = False  #: has completed a slice of several tokens, of a single one
         self.suspicion: Suspicion | None = None  #: a worker died while it computed some positions
         self.queue_s = -1.0  #: arrival here to the first slice, seconds; negative until then
@@ -189,11 +192,6 @@ class Sequence:
                 for group, ids, _ in tables:
                     yield index, group, BlockId(ids[index])
             num_blocks = first if tables else 0
-
-    @property
-    def is_present(self) -> bool:
-        """All KV it has is on the device."""
-        return not self.num_absent and not self.arriving
 
     @property
     def must_be_alone(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from kvstore.block_table import blocks_for
-from pagemill.messages import NO_PLAN, NO_ROW, PlanId
+from pagemill.ids import NO_PLAN, NO_ROW, PlanId
 from scheduler.core_config import CoreConfig
 from scheduler.early_copies import EarlyCopies
 from scheduler.kv_memory import KvMemory

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from pagemill.messages import Plan, PlanId, TransferDone
+from pagemill.ids import PlanId
+from pagemill.messages.worker import Plan, TransferDone
 
 #: Whoever has not looked for so long was stopped himself.
 _AWAY_S = 10.0

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 
-from pagemill.messages import SeqId, Suspicion
+from pagemill.ids import SeqId
+from scheduler.events import Suspicion
 from scheduler.plans import PlanInFlight
 from scheduler.sequence import Sequence, Status
 

@@ -12,11 +12,12 @@ much, and which way, is decided in `preemption`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 from kvstore.swap_space import SwapSpace
-from pagemill.messages import NO_PLAN, NONE, BlockId, PlanId, SwapSlotId, TransferDone
+from pagemill.ids import NO_PLAN, NONE, BlockId, PlanId, SwapSlotId
+from pagemill.messages.worker import TransferDone
 from scheduler.core_config import CoreConfig
 from scheduler.kv_memory import KvMemory
 from scheduler.prefix_hits import OnBothTiers, longest_hit
@@ -43,16 +44,15 @@ class Tail:
 class Swapping:
     """Owns the swap space and the transfers."""
 
-    def __init__(self, config: CoreConfig, memory: KvMemory, prefill: PrefillRate) -> None:
+    def __init__(self, config: CoreConfig, memory: KvMemory, prefill: PrefillRate, on_lost: Callable[[Sequence], None]) -> None:
+        """`on_lost` is told of a running sequence that computes on what has not come; it must have stopped afterwards."""
         self.memory = memory
         self.swap = SwapSpace(0 if config.preemption == "recompute" else config.num_swap_slots)
         self.transfers = Transfers(config, memory.pool, self.swap)
         self.plan_id: PlanId = NO_PLAN  #: of the plan being built
         self.num_moved_tokens = 0
         self.num_arena_hit_tokens = 0
-        #: Told of a running sequence that computes on what has not come; it must have stopped afterwards.
-        self.on_lost: Callable[[Sequence], None] = lambda sequence: None
-        self._prefill = prefill
+        self._prefill, self._on_lost = prefill, on_lost
         self._always_fetch = config.preemption == "swap"
         self._block_bytes, self._block_size = config.block_bytes, config.block_size
         #: Positions that are moved are counted by the blocks of this group.
@@ -73,9 +73,9 @@ class Swapping:
         for index, group, block in sequence.entries_from_end(len(sequence.tables[0])):
             if tail.num_freed >= num_blocks or (shared and len(tail.entries) >= num_blocks):
                 break
-            if block == NONE or block in keep or pool.num_strong(block) - pool.num_leaving_with(block) > own:
+            if block == NONE or block in keep or pool.num_strong_to_free(block) > own:
                 continue
-            if pool.count(block) - pool.num_leaving_with(block) == 1:
+            if pool.num_to_free(block) == 1:
                 tail.num_freed += 1
             elif not shared:
                 continue
@@ -273,8 +273,8 @@ class Swapping:
         for transfer in complete:
             if transfer.direction == "in":
                 self._arrived(transfer)
-            elif not transfer.ok:
-                self._lost(transfer.slot, not_running)
+        if lost := {transfer.slot for transfer in complete if not transfer.ok}:
+            self._lost(lost, not_running)
         return num_unknown
 
     def _arrived(self, transfer: TransferInFlight) -> None:
@@ -284,17 +284,17 @@ class Swapping:
         del sequence.arriving[(group, index)]
         if not transfer.ok:
             if not sequence.holds_weakly:
-                self.on_lost(sequence)
+                self._on_lost(sequence)
             self.truncate(sequence, index * self._block_size)
             return
         self.swap.release(sequence.slots[group].pop(index))
         if sequence.is_cacheable and self._is_confirmed(sequence, index):
             self.memory.pool.index.insert(sequence.copy_key(index, group), transfer.block)
 
-    def _lost(self, slot: SwapSlotId, not_running: Iterable[Sequence]) -> None:
-        """The copy failed: whoever counted on it computes again from there."""
+    def _lost(self, lost: Set[SwapSlotId], not_running: Iterable[Sequence]) -> None:
+        """These slots could not be written, or not be read: whoever counts on one computes again from there."""
         for sequence in not_running:
-            indices = [index for slots in sequence.slots for index, held in slots.items() if held == slot]
+            indices = [index for slots in sequence.slots for index, slot in slots.items() if slot in lost]
             if indices:
                 self.truncate(sequence, min(indices) * self._block_size)
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 from kvstore.block_pool import BlockPool
 from kvstore.swap_space import SwapSpace
-from pagemill.messages import NO_PLAN, BlockId, PlanId, SwapSlotId, Transfer, TransferDone
+from pagemill.ids import NO_PLAN, BlockId, PlanId, SwapSlotId
+from pagemill.messages.worker import Transfer, TransferDone
 from scheduler.core_config import CoreConfig
 from scheduler.ranks import all_ranks, includes, without
 from scheduler.rates import LinkRate
@@ -155,9 +156,11 @@ class Transfers:
         del self._in_flight[transfer.transfer_id]
         if transfer.needed_by == NO_PLAN:
             self._num_background[transfer.direction] -= 1
+        if not transfer.ok:
+            self._swap.forget(transfer.slot)  # not written, or not to be read: it is KV no more, and nobody is to find it again
         if transfer.direction == "out":
-            if not transfer.ok:
-                self._swap.index.remove(transfer.slot)
+            if not transfer.ok and transfer.holds_block:
+                self._pool.copied_in_vain(transfer.block)
             self._swap.filled(transfer.slot)
             self._pool.departed(transfer.block, transfer.transfer_id)
         else:

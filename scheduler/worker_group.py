@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagemill.config import SchedulerConfig
-from pagemill.messages import WorkerReady
+from pagemill.messages.worker import WorkerReady
 from scheduler.core_config import CoreConfig
 
 #: Fields of `WorkerReady` that are equal on ranks of one group.

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pagemill import injection
 from pagemill.child import Child, enter
 from pagemill.config import WorkerConfig
-from pagemill.messages import NONE, Progress
+from pagemill.ids import NONE
+from pagemill.messages.control import Progress
 from pagemill.telemetry import get_logger
 
 #: The model's threads can take every core for whole steps; those who answer clients and plan the next step go first.
@@ -49,7 +50,7 @@ def run(child: Child[WorkerConfig]) -> None:
     try:
         loaded = load(child.config, report, child.start.arena_fd, child.start.rendezvous)
     except ModelRefused as error:
-        child.fail(str(error))
+        child.refuse(str(error))
     except PeerRankLost as lost:
         end_without(child, lost)
         return

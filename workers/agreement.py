@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagemill.messages import NO_PLAN, NO_ROW, NONE, PlanId, RowId
+from pagemill.ids import NO_PLAN, NO_ROW, NONE, PlanId, RowId
 from workers.parallel import TensorParallel
 
 #: A row that is named by its number and version.

@@ -43,6 +43,9 @@ class Copier(Protocol):
     #: Blocks of one background copy, so that something urgent behind it need not wait long.
     batch_blocks: int
 
+    def enter_thread(self) -> None:
+        """Called by each thread of a lane before anything else."""
+
     def mark(self) -> object:
         """All that has been computed, or handed to the device, until now. Called by the thread that runs forwards."""
 
@@ -65,6 +68,9 @@ class ReadingCopier:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self.lanes, self.batch_blocks = copier.lanes, copier.batch_blocks
+
+    def enter_thread(self) -> None:
+        self._copier.enter_thread()
 
     def mark(self) -> object:
         return self._copier.mark()
@@ -103,6 +109,9 @@ class HostCopier:
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:
         self._blocks, self._slots = blocks, slots
         self.batch_blocks = max(1, 8 * 2**20 // blocks.shape[1])
+
+    def enter_thread(self) -> None:
+        pass  # every thread has the same memory
 
     def mark(self) -> object:
         return None  # a forward has returned when its plan is done
@@ -163,7 +172,11 @@ class CudaCopier:
         self._streams: dict[Direction, torch.cuda.Stream] = {direction: torch.cuda.Stream(blocks.device) for direction in BOTH}
         self.batch_blocks = max(1, 64 * 2**20 // blocks.shape[1])
         self._is_dense = slots.stride(0) == blocks.stride(0)
-        self._pinned = _pin(slots, blocks.device)
+        self._pinned = PinnedSlots(slots, blocks.device)
+
+    def enter_thread(self) -> None:
+        """A new thread is on the first device, whichever is this rank's: a context there would cost its memory, and events would be of it."""
+        torch.cuda.set_device(self._blocks.device)
 
     def mark(self) -> object:
         event = torch.cuda.Event()
@@ -178,23 +191,22 @@ class CudaCopier:
             if isinstance(mark, torch.cuda.Event):
                 stream.wait_event(mark)
             begin.record(stream)
-            for first, to, count in coalesce(places) if self._is_dense else ((*pair, 1) for pair in places):
+            for first, to, count in coalesce(places, direction, self._pinned.slots_per_piece) if self._is_dense else ((*pair, 1) for pair in places):
                 target[to : to + count].copy_(source[first : first + count], non_blocking=True)
             end.record(stream)
         return _CudaCopy(begin, end)
 
     def close(self) -> None:
         """Nothing may be under way any more."""
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned = []
+        self._pinned.release()
 
 
-def coalesce(places: Iterable[Places]) -> Iterator[tuple[int, int, int]]:
-    """(from, to, count): neighbours on both sides become one copy."""
+def coalesce(places: Iterable[Places], direction: Direction, slots_per_piece: int) -> Iterator[tuple[int, int, int]]:
+    """(from, to, count): neighbours on both sides become one copy, unless the second one's slot begins a piece (see `PinnedSlots`)."""
     run: tuple[int, int, int] | None = None
     for first, to in places:
-        if run is not None and (first, to) == (run[0] + run[2], run[1] + run[2]):
+        is_next = run is not None and (first, to) == (run[0] + run[2], run[1] + run[2])
+        if run is not None and is_next and (to if direction == "out" else first) % slots_per_piece:
             run = (run[0], run[1], run[2] + 1)
             continue
         if run is not None:
@@ -204,24 +216,39 @@ def coalesce(places: Iterable[Places]) -> Iterator[tuple[int, int, int]]:
         yield run
 
 
-#: Pages are pinned in steps, for the driver holds locks that a running server needs as well.
-_PIN_BYTES = 2**30
+class PinnedSlots:
+    """Lets the device read and write the slots by itself: all of them or none.
 
+    They are registered with the driver in pieces, for it holds locks meanwhile that a running server needs as well. A piece is
+    made of whole slots, since what one copy touches must lie in one registration.
+    """
 
-def _pin(slots: Tensor, device: torch.device) -> list[int]:
-    """Lets the device read and write the arena by itself; the addresses that are registered now."""
-    start, size = slots.data_ptr(), len(slots) * slots.stride(0)
-    pinned: list[int] = []
-    for offset in range(0, size, _PIN_BYTES):
-        code = int(torch.cuda.cudart().cudaHostRegister(start + offset, min(_PIN_BYTES, size - offset), 0))
-        if code:
-            _clear_error(device)
-            get_logger("workers.copiers").warning(
-                "arena_not_pinned", error=code, pinned_bytes=offset, bytes=size, effect="swapping is several times slower; raise the memlock limit"
-            )
-            return pinned
-        pinned.append(start + offset)
-    return pinned
+    PIECE_BYTES = 2**30
+
+    def __init__(self, slots: Tensor, device: torch.device) -> None:
+        slot_bytes = slots.stride(0)
+        self.slots_per_piece = max(1, self.PIECE_BYTES // slot_bytes)
+        self._addresses: list[int] = []  #: that are registered now
+        for first in range(0, len(slots), self.slots_per_piece):
+            piece = slots[first : first + self.slots_per_piece]
+            code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), len(piece) * slot_bytes, 0))
+            if code:
+                self.release()
+                _clear_error(device)
+                get_logger("workers.copiers").warning(
+                    "arena_not_pinned",
+                    error=code,
+                    bytes=len(slots) * slot_bytes,
+                    refused_after_bytes=first * slot_bytes,
+                    effect="swapping is several times slower; raise the memlock limit",
+                )
+                return
+            self._addresses.append(piece.data_ptr())
+
+    def release(self) -> None:
+        for address in self._addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._addresses.clear()
 
 
 def _clear_error(device: torch.device) -> None:

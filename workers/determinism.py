@@ -19,7 +19,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from workers import linear
+from workers import linear, simd
 from workers.kernels.paged_attention import is_compiled_for, paged_attention
 from workers.kv_cache import KvCache, KvSpec, LayerCache
 from workers.linear import PackedLinear
@@ -30,11 +30,12 @@ Mode = Literal["auto", "on", "off"]
 _SIZES = (1, 2, 3, 5, 7, 8, 16, 31, 33, 70)
 #: Tokens of the prompt that attention is tried on, and the longest window: rows at its end must have pieces of it behind them.
 _PROMPT, _LONGEST_WINDOW = 600, 270
+_DEPENDS = "results depend on the batch in"
 log = structlog.get_logger()
 
 
 class NotDeterministic(RuntimeError):
-    """The mode was asked for and cannot be had; the message names what differs."""
+    """The mode was asked for and cannot be had; the message says what is in its way."""
 
 
 def wanted(mode: Mode, dtype: torch.dtype, device: torch.device) -> bool:
@@ -53,25 +54,38 @@ def settle(mode: Mode, linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec
     if mode == "off":
         return False
     sums_agree = is_sum_row_independent(parallel, hidden_size)
-    difference = _first_difference(linears, spec) if sums_agree else "sums over ranks"
-    if not parallel.exchange(torch.tensor([not difference], dtype=torch.int64)).all():
-        difference = difference or "another rank"
-    if not difference:
+    obstacle = _first_obstacle(linears, spec) if sums_agree else f"{_DEPENDS} sums over ranks"
+    if not parallel.exchange(torch.tensor([not obstacle], dtype=torch.int64)).all():
+        obstacle = obstacle or f"{_DEPENDS} another rank"
+    if not obstacle:
         return True
     if mode == "on":
-        raise NotDeterministic(f"results depend on the batch in {difference}; run without --deterministic")
-    log.warning("deterministic_off", reason=f"results depend on the batch in {difference}")
+        raise NotDeterministic(f"{obstacle}; run without --deterministic")
+    log.warning("deterministic_off", reason=obstacle)
     return False
 
 
-def _first_difference(linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | None) -> str:
+def _first_obstacle(linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | None) -> str:
+    """What keeps the promise from being given, "" if nothing does."""
     tried: set[tuple[int, int, torch.dtype]] = set()
     for name, packed in linears:
         shape = (packed.out_features, packed.in_features, packed.dtype)
         if shape not in tried and not is_row_independent(packed):
-            return f"{name} ({packed.out_features} x {packed.in_features})"
+            return f"{_DEPENDS} {name} ({packed.out_features} x {packed.in_features})"
         tried.add(shape)
-    return "attention" if spec is not None and not is_attention_row_independent(spec) else ""
+    if spec is None:
+        return ""
+    return _uncompiled_attention(spec) or ("" if is_attention_row_independent(spec) else f"{_DEPENDS} attention")
+
+
+def _uncompiled_attention(spec: KvSpec) -> str:
+    """Why attention is left to plain torch, which promises no equal bits, "" if it is not."""
+    head_dim = spec.layers[0].key.shape[-1]
+    if is_compiled_for("cpu", spec.block_size, head_dim):
+        return ""
+    if head_dim % simd.LANES:
+        return f"the compiled attention needs heads whose size is a multiple of {simd.LANES}, and this model's have {head_dim}"
+    return f"the compiled attention needs a --block-size that is a multiple of {simd.LANES}, not {spec.block_size}"
 
 
 def is_row_independent(packed: PackedLinear) -> bool:

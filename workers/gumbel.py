@@ -13,12 +13,13 @@ else, neither on batch mates nor on which ids other filters removed. A replay dr
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workers import simd
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, helper
+from workers.native import Body, NativeKernel, argument_places, helper
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,7 +52,8 @@ def best_of(scores: NDArray[np.float64], token_ids: NDArray[np.int64], key: int)
     """As `draw`, with that sum, by which the best of several parts of a vocabulary is found. Of empty arrays it is -inf."""
     index, total = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float64)
     signed = key - 2**64 if key >= 2**63 else key
-    _DRAW((), 1, scores.ctypes.data, token_ids.ctypes.data, len(scores), signed, index.ctypes.data, total.ctypes.data)
+    arguments = _Arguments(scores.ctypes.data, token_ids.ctypes.data, len(scores), key=signed, best=index.ctypes.data, best_score=total.ctypes.data)
+    _DRAW((), 1, *arguments)
     return int(index[0]), float(total[0])
 
 
@@ -66,13 +68,25 @@ def _mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(31))
 
 
+class _Arguments(NamedTuple):
+    scores: int
+    token_ids: int
+    num_scores: int
+    key: int
+    best: int  #: where its index is to be written
+    best_score: int  #: where that with noise is
+
+
+_AT = argument_places(_Arguments)
+
+
 def _build() -> Body:
     def best(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        scores, token_ids, count = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16)
-        key, index, total = np.uint64(simd.read_int64(at + 24)), simd.read_int64(at + 32), simd.read_int64(at + 40)
+        scores, num_scores = simd.read_int64(arguments + _AT.scores), simd.read_int64(arguments + _AT.num_scores)
+        token_ids, key = simd.read_int64(arguments + _AT.token_ids), np.uint64(simd.read_int64(arguments + _AT.key))
+        index, total = simd.read_int64(arguments + _AT.best), simd.read_int64(arguments + _AT.best_score)
         best_value, best_index = -math.inf, 0
-        for i in range(count):
+        for i in range(num_scores):
             bits = _mix(key + np.uint64(simd.read_int64(token_ids + i * 8) + 1) * np.uint64(_GOLDEN)) >> np.uint64(12)
             score = simd.read_float64(scores + i * 8)
             # -log(u) >= 1 - u, so noise <= -log(1 - u) <= log(2) * (1 + leading zeros of 1 - u): two

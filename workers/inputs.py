@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagemill.kv_groups import first_live_block
-from pagemill.messages import Slice
+from pagemill.messages.worker import Slice
 from workers.rows import Row, RowBounds
 
 
@@ -38,7 +38,7 @@ class StepInputs:
 
     token_ids: Tensor  #: [T] int64
     positions: Tensor  #: [T] int64, within the sequence
-    query_start: Tensor  #: [S + 1] int32
+    query_start: Tensor  #: [S + 1] int32; this and the next on the host, for whoever divides the work asks for them
     context_lens: Tensor  #: [S] int32: KV length including this step's tokens
     sample_rows: Tensor  #: [N] int64: index into T of the last token of each sampling slice
     groups: tuple[GroupInputs, ...]  #: one for each KV group
@@ -71,8 +71,8 @@ def build_inputs(slices: Sequence[Slice], rows: Sequence[Row], bounds: RowBounds
     return StepInputs(
         token_ids=on_device(np.frombuffer(tokens, dtype=np.int32).astype(np.int64)),
         positions=on_device(positions),
-        query_start=on_device(query_start.astype(np.int32)),
-        context_lens=on_device(context_lens.astype(np.int32)),
+        query_start=torch.from_numpy(query_start.astype(np.int32)),
+        context_lens=torch.from_numpy(context_lens.astype(np.int32)),
         sample_rows=on_device((query_start[1:] - 1)[samples]),
         groups=tuple(map(of_group, range(len(bounds.groups)))),
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagemill.kv_groups import group_layers, kv_groups
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from workers.pages import ALIGNMENT_BYTES, allocate
 
 

@@ -13,12 +13,13 @@ differ by the number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers import matrix_product, simd
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, num_threads_for
+from workers.native import Body, NativeKernel, argument_places, num_threads_for
 from workers.pages import allocate
 from workers.simd import FLOAT32
 
@@ -93,10 +94,27 @@ def multiply(x: Tensor, panels: Tensor, out_features: int, bias: Tensor | None) 
     width = max(1, min(_ITEM_BYTES // (depth * lanes * panels.itemsize), num_panels // (_ITEMS_PER_THREAD * threads)))
     MULTIPLY(
         (simd.KINDS[panels.dtype],), threads,
-        x.data_ptr(), panels.data_ptr(), y.data_ptr(), num_panels * lanes * 4,
-        x.shape[0], depth, num_panels, width, bias is not None,
+        *_Arguments(
+            x=x.data_ptr(), weight=panels.data_ptr(), y=y.data_ptr(), y_row=num_panels * lanes * 4,
+            rows=x.shape[0], depth=depth, panels=num_panels, width=width, accumulate=bias is not None,
+        ),
     )  # fmt: skip
     return y if y.shape[1] == out_features else y[:, :out_features].contiguous()
+
+
+class _Arguments(NamedTuple):
+    x: int
+    weight: int
+    y: int
+    y_row: int  #: bytes from one to the next
+    rows: int
+    depth: int
+    panels: int
+    width: int  #: panels of an item of work
+    accumulate: int  #: whether to add to what y holds
+
+
+_AT = argument_places(_Arguments)
 
 
 def _build(kind: int) -> Body:
@@ -104,10 +122,10 @@ def _build(kind: int) -> Body:
 
     def multiply_panels(arguments: int) -> None:
         """x [rows, depth], weight [panels, depth, LANES], y [rows, panels * LANES]; an item is `width` panels."""
-        at = arguments + FIRST_ARGUMENT
-        x, weight, y, y_row = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16), simd.read_int64(at + 24)
-        rows, depth, panels = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.read_int64(at + 48)
-        width, accumulate = simd.read_int64(at + 56), simd.read_int64(at + 64)
+        x, weight = simd.read_int64(arguments + _AT.x), simd.read_int64(arguments + _AT.weight)
+        y, y_row = simd.read_int64(arguments + _AT.y), simd.read_int64(arguments + _AT.y_row)
+        rows, depth, panels = simd.read_int64(arguments + _AT.rows), simd.read_int64(arguments + _AT.depth), simd.read_int64(arguments + _AT.panels)
+        width, accumulate = simd.read_int64(arguments + _AT.width), simd.read_int64(arguments + _AT.accumulate)
         panel_bytes = depth * simd.LANES * element_bytes
         tiles = (rows + matrix_product.TILE_ROWS - 1) // matrix_product.TILE_ROWS
         while True:

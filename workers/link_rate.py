@@ -10,7 +10,8 @@ import select
 from dataclasses import dataclass
 from statistics import median
 
-from pagemill.messages import PlanId, Tier, Transfer
+from pagemill.ids import PlanId
+from pagemill.messages.worker import Tier, Transfer
 from workers.swapper import Swapper
 from workers.transfer_order import Direction
 

@@ -19,13 +19,16 @@ from kvstore.arena import ArenaError, Region, map_region
 from pagemill.arena_file import slot_bytes_for
 from pagemill.config import WorkerConfig
 from pagemill.errors import UsageError
+from pagemill.ids import NONE, PlanId, RowId, SeqId, pack_ids
 from pagemill.kv_groups import longest_sequence
-from pagemill.messages import NONE, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, WorkerReady, pack_ids
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import InstallRow, Plan, Slice, WorkerReady
 from pagemill.model_info import read_model_info
 from pagemill.tensor_parallel import check_divides, kv_heads_per_rank, kv_shard
 from workers import determinism
 from workers.device import available_bytes, loading_allocations, open_device
 from workers.gguf_weights import GgufCheckpoint
+from workers.kernels import paged_attention
 from workers.kv_cache import KvCache, KvSpec, attention_spec
 from workers.layers import LayerBuilder
 from workers.link_rate import LinkFailed, LinkRate, measure_link
@@ -72,7 +75,7 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
     spec = attention_spec(model_config.windows, num_kv_heads, model_config.head_dim, config.block_size, dtype, config.device)
     deterministic = determinism.wanted(config.deterministic, dtype, device)
     if config.num_blocks or config.kv_cache_bytes:
-        _longest(config, spec, _num_blocks(config, spec, device), max_model_len)
+        _longest(config, spec, _num_blocks(config, spec, 0), max_model_len)
     region = _map_arena(config, model_config, spec, arena_fd)
     if device.type == "cpu":  # before the others are met: the first start on a machine takes a while
         for fraction, name in compile_kernels(dtype):
@@ -83,7 +86,7 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
             model, layers = _read_model(config, model_config, max_model_len, (dtype, device, deterministic, parallel), on_progress)
         on_progress("prepare", 0.0, "checking that results do not depend on the batch")
         deterministic = deterministic and _settle(config, layers, spec, parallel, model_config.hidden_size)
-        num_blocks = _least(parallel, _num_blocks(config, spec, device))
+        num_blocks = _least(parallel, _num_blocks(config, spec, available_bytes(device) - _scratch_bytes(config, model_config, dtype)))
         max_model_len = _longest(config, spec, num_blocks, max_model_len)
         on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
         bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len, spec.groups)
@@ -269,8 +272,16 @@ def _longest(config: WorkerConfig, spec: KvSpec, num_blocks: int, limit: int) ->
     return longest
 
 
-def _num_blocks(config: WorkerConfig, spec: KvSpec, device: torch.device) -> int:
-    num_blocks = config.num_blocks or (config.kv_cache_bytes or int(available_bytes(device) * DEFAULT_POOL_SHARE)) // spec.block_bytes
+def _scratch_bytes(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """What a step needs beside the pool at once, however long the context."""
+    num_kv_heads = kv_heads_per_rank(model.num_key_value_heads, config.num_workers)
+    shape = (num_kv_heads, config.block_size, model.head_dim)
+    return paged_attention.scratch_bytes(config.device, model.num_attention_heads // config.num_workers, shape, dtype)
+
+
+def _num_blocks(config: WorkerConfig, spec: KvSpec, free_bytes: int) -> int:
+    """`free_bytes` matters only where nobody said how large the pool is to be."""
+    num_blocks = config.num_blocks or (config.kv_cache_bytes or int(max(0, free_bytes) * DEFAULT_POOL_SHARE)) // spec.block_bytes
     if num_blocks < len(spec.groups):
         raise ModelRefused(
             f"a KV pool of {num_blocks} blocks of {spec.block_bytes} bytes holds no token: each of {len(spec.groups)} groups of layers needs one"

@@ -7,7 +7,8 @@ the calling thread): no second pool, hence no oversubscription. What a kernel co
 who takes which item.
 
 Layout of the arguments: [0] the counter of claimed items, [1] the counter of threads that have entered,
-[2 ...] what the caller passed.
+[2 ...] what the caller passed. A kernel names these in a NamedTuple of ints: callers fill one, and `argument_places` of it
+says where the kernel finds each.
 """
 
 # Numba's decorators are untyped.
@@ -19,23 +20,30 @@ import ctypes
 import hashlib
 import os
 import struct
+from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import structlog
 import torch
 
 #: Where a kernel finds the first argument its caller passed, in bytes.
-FIRST_ARGUMENT = 16
+_FIRST_ARGUMENT = 16
 
 Body = Callable[[int], None]
 log = structlog.get_logger()
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Arguments = TypeVar("_Arguments", bound=NamedTuple)
+
+
+def argument_places(arguments: type[_Arguments]) -> _Arguments:
+    """Where a kernel finds each of these arguments, in bytes from the address that it gets."""
+    return arguments._make(range(_FIRST_ARGUMENT, _FIRST_ARGUMENT + 8 * len(arguments._fields), 8))
 
 
 def helper(function: _Function) -> _Function:
@@ -66,23 +74,20 @@ class NativeKernel:
         """Runs it on up to `num_threads` threads and returns when all are done."""
         found = self._compiled.get(constants)
         address = found.address if found is not None else self.compile(*constants)
-        packed = (ctypes.c_int64 * (len(arguments) + 2))(0, 0, *arguments)
+        packed = array("q", (0, 0, *arguments))
+        where, _ = packed.buffer_info()
         parallel = _parallel() if num_threads > 1 else None
         if parallel is None:
-            _ENTRY(address)(packed)
+            _ENTRY(address)(where)
         else:
-            parallel(address, packed, num_threads, 0)
-
-    def was_cached(self) -> bool:
-        """Whether all variants so far came from an earlier process."""
-        return all(found.cache_hits for found in self._compiled.values())
+            parallel(address, where, num_threads, 0)
 
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @cache
-def _parallel() -> Callable[[int, Any, int, int], None] | None:
+def _parallel() -> Callable[[int, int, int, int], None] | None:
     """GOMP_parallel of the OpenMP library torch has loaded (GNU's, or LLVM's, which offers the same entry)."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]

@@ -7,7 +7,9 @@ own doing. Knows no plans.
 
 from __future__ import annotations
 
-from pagemill.messages import NO_PLAN, InstallRow, RowId, SamplingParams, SeqId, Slice, pack_ids
+from pagemill.ids import NO_PLAN, RowId, SeqId, pack_ids
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import InstallRow, Slice
 from workers.rows import Row, RowBounds
 
 _MAX_TOKENS = 4

@@ -21,24 +21,9 @@ from pagemill import injection
 from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.config import WorkerConfig
-from pagemill.messages import (
-    NO_PLAN,
-    NONE,
-    Drain,
-    InstallRow,
-    LauncherToChild,
-    PeerLost,
-    PeerUp,
-    Plan,
-    PlanId,
-    Reload,
-    RowMissing,
-    SchedulerToWorker,
-    StepDone,
-    TransferDone,
-    WorkerReady,
-    WorkerToScheduler,
-)
+from pagemill.ids import NO_PLAN, NONE, PlanId
+from pagemill.messages.control import Drain, LauncherToChild, PeerLost, PeerUp, Reload
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, SchedulerToWorker, StepDone, TransferDone, WorkerReady, WorkerToScheduler
 from pagemill.telemetry import get_logger
 from workers.agreement import Agreement
 from workers.loader import Loaded
@@ -102,7 +87,7 @@ class Worker:
         else:
             row, version = agreed.missing
             answer = RowMissing(epoch=plan.epoch, rank=self._rank, plan_id=plan.plan_id, row=row, version=version)
-        self._runner.swapper.settle()
+        self._runner.swapper.wait_until_reported()
         return [*self.poll(), answer]
 
     def _is_current(self, epoch: int) -> bool:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagemill.ids import BEHIND, NONE, PlanId, RowId, num_ids
 from pagemill.kv_groups import first_live_block
-from pagemill.messages import BEHIND, NONE, InstallRow, KvGroup, Plan, PlanId, RowId, SamplingParams, Slice
+from pagemill.messages.sequences import KvGroup, SamplingParams
+from pagemill.messages.worker import InstallRow, Plan, Slice
 from workers.sampler import SamplingRow
 
 #: An error of `RowResult`: what was sent does not fit the model, the pool or the history.
@@ -165,7 +167,7 @@ class RowTable:
 
 def _num_behind(packed: bytes) -> int:
     """How many entries `packed` begins with that lie behind a window."""
-    is_block = np.frombuffer(packed, dtype=np.int32, count=len(packed) // 4) != BEHIND
+    is_block = np.frombuffer(packed, dtype=np.int32, count=num_ids(packed)) != BEHIND
     return int(is_block.argmax()) if is_block.any() else len(is_block)
 
 

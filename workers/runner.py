@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pagemill import injection
-from pagemill.messages import Plan, RowOutcome, RowResult, Slice, TokenLogprobs
+from pagemill.messages.sequences import TokenLogprobs
+from pagemill.messages.worker import Plan, RowOutcome, RowResult, Slice
 from pagemill.telemetry import get_logger
 from workers.inputs import StepInputs, build_inputs
 from workers.kv_cache import KvCache

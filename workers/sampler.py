@@ -5,7 +5,8 @@ temperature, min-p, top-k, top-p (each over what the one before left, renormalis
 score + Gumbel noise (`workers.gumbel`). Every row is computed by itself with a fixed order of sums, so
 batch mates change no bit. Log probabilities are those of the raw logits.
 
-The sampler keeps no state and knows no request; who may draw, and with what parameters, was decided before.
+The sampler keeps no state but what rows hold of their history (`workers.token_counts`), and knows no request; who
+may draw, and with what parameters, was decided before.
 Where ranks share the vocabulary, `workers.shared_sampling` does the same with the parts that are public here.
 """
 
@@ -20,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.messages import NONE, SamplingParams, TokenLogprobs
+from pagemill.ids import NONE
+from pagemill.messages.sequences import GREEDY_TEMPERATURE, SamplingParams, TokenLogprobs
 from workers.gumbel import draw, noise_key
+from workers.token_counts import TokenCounts
 
-#: Below this temperature the best token is taken and no noise is added.
-GREEDY_TEMPERATURE = 1e-5
 #: What a log probability is never below, for -inf is not JSON.
 MIN_LOGPROB = -9999.0
 #: How far below the best score candidates for top-p are looked for, until they hold enough of the mass.
@@ -40,6 +41,7 @@ class SamplingRow(msgspec.Struct):
     seed: int  #: unsigned 64 bit
     token_ids: array[int]  #: the whole known history, prompt first; grows with the row
     num_prompt_tokens: int
+    counts: TokenCounts = msgspec.field(default_factory=TokenCounts)  #: of `token_ids`, as far as penalties have asked
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -110,17 +112,15 @@ def adjusted(raw: Floats, row: SamplingRow, position: int, first_id: int = 0) ->
 
 def _penalise(values: Floats, row: SamplingRow, first_id: int) -> None:
     """Repetition over prompt and output: divides what is positive, multiplies the rest. Presence and frequency over output."""
-    params = row.params
-    history = np.array(row.token_ids, dtype=np.int64) - first_id
-    output = history[row.num_prompt_tokens :]
-    seen = np.unique(_inside(history, len(values)))
-    values[seen] = np.where(values[seen] > 0, values[seen] / params.repetition_penalty, values[seen] * params.repetition_penalty)
-    used, counts = np.unique(_inside(output, len(values)), return_counts=True)
-    values[used] -= counts * params.frequency_penalty + params.presence_penalty
-
-
-def _inside(indices: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    return indices[(indices >= 0) & (indices < length)]
+    params, counts = row.params, row.counts
+    counts.count(row.token_ids, row.num_prompt_tokens)
+    indices = np.array(counts.token_ids, dtype=np.int64) - first_id
+    held = (indices >= 0) & (indices < len(values))
+    seen, num_written = indices[held], np.array(counts.num_written, dtype=np.int64)[held]
+    old = values[seen]
+    values[seen] = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    written = num_written > 0
+    values[seen[written]] -= num_written[written] * params.frequency_penalty + params.presence_penalty
 
 
 def _draw(values: Floats, params: SamplingParams, key: int) -> int:

@@ -1,7 +1,7 @@
 """The swapper carries out transfers: it copies blocks between pool and arena, most of them beside the forward.
 
     swapper.start(plan.transfers, plan.plan_id)     before the plan's forward; returns how long that had to wait
-    swapper.settle()                                before the plan is acknowledged
+    swapper.wait_until_reported()                   before the plan is acknowledged
     swapper.take_done()                             whenever convenient, and when `fileno()` becomes readable
 
 Transfers that this forward needs are copied at once in the caller's thread, after those they must not overtake
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pagemill import injection
-from pagemill.messages import NONE, PlanId, Transfer
+from pagemill.ids import NONE, PlanId
+from pagemill.messages.worker import Transfer
 from pagemill.telemetry import get_logger
 from workers.copiers import Copier, Copy, open_copier
 from workers.kv_cache import KvCache
@@ -94,12 +95,12 @@ class Swapper:
         self._needed = needed
         return time.perf_counter() - started if needed else 0.0
 
-    def settle(self) -> None:
+    def wait_until_reported(self) -> None:
         """Returns when `take_done` tells of all that the last forward needed: a device may be done with both before a thread has noticed.
 
         Whoever believes the results of that forward must know by then of a copy that failed.
         """
-        self._work.settle(self._needed)
+        self._work.wait_until_reported(self._needed)
         self._needed = []
 
     def take_done(self) -> list[Done]:
@@ -163,7 +164,7 @@ class _Work:
                     self._wait()  # some of them, or something ahead of them, is being copied in the background
             self._copy(batch, holds_forward=True)
 
-    def settle(self, jobs: _Batch) -> None:
+    def wait_until_reported(self, jobs: _Batch) -> None:
         """Waits until these are over and reported."""
         with self._changed:
             while not all(self._order.is_over(job) for job in jobs):
@@ -180,12 +181,14 @@ class _Work:
         if copy is None:
             self._copy(batch, holds_forward=False)
         else:
-            self._settle(batch, copy)
+            self._await_copy(batch, copy)
         return True
 
     def run_lane(self, lane: Sequence[Direction]) -> None:
         """A thread's whole life."""
+        assert self._copier is not None
         try:
+            self._copier.enter_thread()
             while self.run_next(lane):
                 pass
         except BaseException as error:
@@ -260,9 +263,10 @@ class _Work:
                 self._queued[direction].append((batch, copy))
                 self._changed.notify_all()
         else:
-            self._settle(batch, copy)
+            self._await_copy(batch, copy)
 
-    def _settle(self, batch: _Batch, copy: Copy) -> None:
+    def _await_copy(self, batch: _Batch, copy: Copy) -> None:
+        """Waits for what was started, and reports it."""
         try:
             seconds = copy.wait()
             is_spoilt = injection.reach("transfer.copied")

@@ -22,13 +22,14 @@ from frontend.openai_types import (
     ChatFinalChunkChoice,
     ChatLogprobs,
 )
-from frontend.replies import Outcome, reply
+from frontend.replies import reply
 from frontend.reply_format import ChunkWriter, encoder, usage_of
 from frontend.request_context import context_of
 from frontend.services import Services
 from frontend.token_bytes import TokenBytes
 from frontend.unknown_fields import note_unknown_fields
 from frontend.validation import GenerationRequest, chat_request
+from frontend.whole_reply import Outcome, Pieces, array, with_field
 
 PATHS = ("/v1/chat/completions",)
 METHODS = ("POST",)
@@ -64,7 +65,7 @@ class ChatFormat:
         return self._writer.chunk(ChatChunkChoice(choice, ChatDelta(role="assistant", content="")), generation)
 
     def text(self, delta: Delta, generation: Generation) -> bytes:
-        return self._writer.chunk(ChatChunkChoice(delta.choice, ChatDelta(content=delta.text), self._logprobs(delta.entries)), generation)
+        return self._writer.chunk(ChatChunkChoice(delta.choice, ChatDelta(content=delta.text), self.logprobs(delta.entries)), generation)
 
     def finish(self, choice: int, finish: Finish, generation: Generation) -> bytes:
         final = ChatFinalChunkChoice(choice, ChatDelta(), finish_reason=finish.reason, stop_reason=finish.stop_reason)
@@ -73,14 +74,14 @@ class ChatFormat:
     def usage(self, generation: Generation) -> bytes | None:
         return self._writer.usage(generation)
 
-    def whole(self, outcomes: list[Outcome], generation: Generation) -> bytes:
-        choices = [self._choice(index, outcome) for index, outcome in enumerate(outcomes)]
-        return encoder.encode(ChatCompletion(self._writer.id, self._writer.created, self._writer.model, choices, usage_of(generation)))
-
-    def _choice(self, index: int, outcome: Outcome) -> ChatChoice:
-        assert outcome.finish is not None
-        message = AssistantMessage("".join(outcome.text))
-        return ChatChoice(index, message, self._logprobs(outcome.entries), outcome.finish.reason, outcome.finish.stop_reason)
-
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs | None:
+    def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs | None:
         return chat_logprobs(entries, self._writer.token_bytes) if self._with_logprobs else None
+
+    def whole(self, outcomes: list[Outcome], generation: Generation) -> Pieces:
+        reply = encoder.encode(ChatCompletion(self._writer.id, self._writer.created, self._writer.model, usage_of(generation)))
+        return with_field((reply,), "choices", array(self._choice(index, outcome) for index, outcome in enumerate(outcomes)))
+
+    def _choice(self, index: int, outcome: Outcome) -> Pieces:
+        assert outcome.finish is not None
+        choice = ChatChoice(index, AssistantMessage(outcome.text), outcome.finish.reason, outcome.finish.stop_reason)
+        return with_field((encoder.encode(choice),), "logprobs", outcome.encoded_logprobs)

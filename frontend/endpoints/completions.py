@@ -12,14 +12,15 @@ from frontend import body
 from frontend.choice import Delta, Finish, TokenEntry
 from frontend.generation import Generation
 from frontend.logprobs import completion_logprobs
-from frontend.openai_types import Completion, CompletionBody, CompletionChoice, CompletionLogprobs
-from frontend.replies import Outcome, reply
+from frontend.openai_types import Completion, CompletionBody, CompletionChoice, CompletionChunkChoice, CompletionLogprobs
+from frontend.replies import reply
 from frontend.reply_format import ChunkWriter, encoder, usage_of
 from frontend.request_context import context_of
 from frontend.services import Services
 from frontend.token_bytes import TokenBytes
 from frontend.unknown_fields import note_unknown_fields
 from frontend.validation import GenerationRequest, completion_request
+from frontend.whole_reply import Outcome, Pieces, array, with_field
 
 PATHS = ("/v1/completions",)
 METHODS = ("POST",)
@@ -55,21 +56,22 @@ class CompletionFormat:
         return None
 
     def text(self, delta: Delta, generation: Generation) -> bytes:
-        return self._writer.chunk(CompletionChoice(delta.choice, delta.text, self._logprobs(delta.entries), None), generation)
+        return self._writer.chunk(CompletionChunkChoice(delta.choice, delta.text, logprobs=self.logprobs(delta.entries)), generation)
 
     def finish(self, choice: int, finish: Finish, generation: Generation) -> bytes:
-        return self._writer.chunk(CompletionChoice(choice, "", None, finish.reason, finish.stop_reason), generation)
+        return self._writer.chunk(CompletionChunkChoice(choice, "", finish.reason, finish.stop_reason), generation)
 
     def usage(self, generation: Generation) -> bytes | None:
         return self._writer.usage(generation)
 
-    def whole(self, outcomes: list[Outcome], generation: Generation) -> bytes:
-        choices = [self._choice(index, outcome) for index, outcome in enumerate(outcomes)]
-        return encoder.encode(Completion(self._writer.id, self._writer.created, self._writer.model, choices, usage_of(generation)))
-
-    def _choice(self, index: int, outcome: Outcome) -> CompletionChoice:
-        assert outcome.finish is not None
-        return CompletionChoice(index, "".join(outcome.text), self._logprobs(outcome.entries), outcome.finish.reason, outcome.finish.stop_reason)
-
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> CompletionLogprobs | None:
+    def logprobs(self, entries: Sequence[TokenEntry]) -> CompletionLogprobs | None:
         return completion_logprobs(entries, self._writer.token_bytes) if self._with_logprobs else None
+
+    def whole(self, outcomes: list[Outcome], generation: Generation) -> Pieces:
+        reply = encoder.encode(Completion(self._writer.id, self._writer.created, self._writer.model, usage_of(generation)))
+        return with_field((reply,), "choices", array(self._choice(index, outcome) for index, outcome in enumerate(outcomes)))
+
+    def _choice(self, index: int, outcome: Outcome) -> Pieces:
+        assert outcome.finish is not None
+        choice = CompletionChoice(index, outcome.text, outcome.finish.reason, outcome.finish.stop_reason)
+        return with_field((encoder.encode(choice),), "logprobs", outcome.encoded_logprobs)

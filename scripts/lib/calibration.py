@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pagemill.kv_groups import longest_sequence, peak_blocks
-from pagemill.messages import Plan, SchedulerToWorker, TransferDone, WorkerToScheduler
+from pagemill.messages.worker import Plan, SchedulerToWorker, TransferDone, WorkerToScheduler
 from scripts.lib.costs import LinkCost, Work
 from scripts.lib.engine import AnyWorker
 from scripts.lib.offline import OfflineEngine

@@ -48,25 +48,25 @@ class Snapshot:
             pending += self._save(shape, value)
 
     def restore(self) -> None:
-        for attributes, saved in self._attributes:
-            attributes.update(saved)
-        for items, saved in self._items:
-            items[:] = saved
-        for mapping, saved in self._mappings:
+        for attributes, values in self._attributes:
+            attributes.update(values)
+        for items, elements in self._items:
+            items[:] = elements
+        for mapping, entries in self._mappings:
             mapping.clear()
-            mapping.update(saved)
-        for value, saved in self._slots:
-            for name, item in saved:
+            mapping.update(entries)
+        for value, fields in self._slots:
+            for name, item in fields:
                 setattr(value, name, item)
-        for queue, saved in self._queues:
+        for queue, members in self._queues:
             queue.clear()
-            queue.extend(saved)
+            queue.extend(members)
 
     def _save(self, shape: Shape, value: Any) -> Iterable[Any]:
         """Notes what the value holds, and returns what it refers to."""
         match shape:
             case "attributes":
-                attributes = value.__dict__.copy()
+                attributes: dict[str, Any] = value.__dict__.copy()
                 self._attributes.append((value.__dict__, attributes))
                 return attributes.values()
             case "slots":

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvstore.id_pool import IdPool
-from pagemill.messages import NO_PLAN, NONE
+from pagemill.ids import NO_PLAN, NONE
 from scheduler.core import SchedulerCore
 from scheduler.sequence import Sequence
 
@@ -89,9 +89,9 @@ def _parts(core: SchedulerCore, outlook: Outlook) -> Iterator[Any]:
         ]
     yield sorted((key, sequence.seq_id) for key, sequence in memory.announced().items())
     yield list(_pool(memory.pool, blocks, next_plan, outlook))
-    yield [[blocks(block), transfers(number)] for block, number in memory.pool._departing.items()]
-    yield [[blocks(block), transfers(number)] for block, number in memory.pool._copied.items()]
-    yield [memory.pool.num_strong(block) for block in blocks.of]  # type: ignore[arg-type]
+    yield [[blocks(block), transfers(number)] for block, number in memory.pool._left.items()]
+    yield [[blocks(block), transfers(number)] for number, block in memory.pool.copied()]
+    yield [[memory.pool.num_strong_to_free(block), memory.pool.was_copied_in_vain(block)] for block in blocks.of]  # type: ignore[arg-type]
     yield list(_pool(swapping.swap, slots, next_plan, outlook, num_taken_first=_num_unwanted_first(swapping.swap, outlook)))
     yield [[slots(slot), transfers(number)] for slot, number in swapping.swap.filling().items()]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pagemill.ids import pack_ids, unpack_ids
 from pagemill.keys import prefix_keys, root_key
-from pagemill.messages import AddRequest, Limits, Plan, RowResult, SamplingParams, SequenceKey, StepDone, Turn, pack_ids, unpack_ids
+from pagemill.messages.frontend import AddRequest
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
+from pagemill.messages.worker import Plan, RowResult, StepDone
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
+from scheduler.events import Turn
 
 
 def decoding_core(num_sequences: int, context: int, block_size: int = 16) -> SchedulerCore:

@@ -20,32 +20,12 @@ from itertools import pairwise
 from typing import Protocol
 
 from pagemill.keys import prefix_keys, root_key
-from pagemill.messages import (
-    AbortRequest,
-    AddRequest,
-    Distrust,
-    Effect,
-    Event,
-    FinishReason,
-    InstallRow,
-    Limits,
-    Plan,
-    Preempt,
-    RowMissing,
-    SamplingParams,
-    SchedulerToWorker,
-    SequenceKey,
-    SequenceOutput,
-    StatsSnapshot,
-    StepDone,
-    StepOutput,
-    TokenLogprobs,
-    TransferDone,
-    Turn,
-    VictimKind,
-    WorkerToScheduler,
-)
+from pagemill.messages.decisions import VictimKind
+from pagemill.messages.frontend import AbortRequest, AddRequest, SequenceOutput, StatsSnapshot, StepOutput
+from pagemill.messages.sequences import FinishReason, Limits, SamplingParams, SequenceKey, TokenLogprobs
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
 from scheduler.core import SchedulerCore
+from scheduler.events import Distrust, Effect, Event, Preempt, Turn
 from scheduler.invariants import check
 
 GREEDY = SamplingParams(temperature=0.0)

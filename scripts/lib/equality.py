@@ -27,7 +27,7 @@ from torch import Tensor
 from kvstore.arena import map_region
 from pagemill.arena_file import kept_arena, slot_bytes_for
 from pagemill.config import Dtype
-from pagemill.messages import FinishReason, TokenLogprobs
+from pagemill.messages.sequences import FinishReason, TokenLogprobs
 from pagemill.model_info import read_model_info
 from scripts.lib.equality_cells import PREFILL_TOK_S, UNLIMITED, Asked, Cell, CellSource, Scale
 from scripts.lib.equality_run import CellRun

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from pagemill.ids import NONE
 from pagemill.keys import choice_seed
 from pagemill.kv_groups import peak_blocks
-from pagemill.messages import NONE, KvGroup, SamplingParams, VictimKind
+from pagemill.messages.decisions import VictimKind
+from pagemill.messages.sequences import KvGroup, SamplingParams
 
 Pressure = Literal["none", "some", "hard"]
 Arena = Literal["none", "tiny", "ample"]

@@ -11,7 +11,10 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pagemill.messages import NONE, Decision, Plan, SchedulerToWorker, SequenceKey, TransferDone, WorkerToScheduler
+from pagemill.ids import NONE
+from pagemill.messages.decisions import Decision
+from pagemill.messages.sequences import SequenceKey
+from pagemill.messages.worker import Plan, SchedulerToWorker, TransferDone, WorkerToScheduler
 from scheduler.decisions import RING_SIZE
 from scheduler.invariants import check
 from scripts.lib.engine import AnyWorker, Engine, Output

@@ -12,7 +12,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from pagemill.messages import NO_PLAN, Transfer
+from pagemill.ids import NO_PLAN
+from pagemill.messages.worker import Transfer
 from scripts.lib.costs import LinkCost
 
 #: What is left of a copy below this is rounding.

@@ -9,7 +9,7 @@ names and in what nobody will ask for again are one (`core_state`); that this hi
 
     the books balance in every state (`scheduler.invariants`), and at the end nothing is held
     no state is dead: from each one, all its requests can still finish without an abort
-    no state is a trap: without aborts no run goes on for ever, whatever the prices and the order of events
+    no state is a trap: without aborts no run goes on for ever, whatever the prices, the order of events, and the copies that fail
 
 The third is stronger than the second and needs no fairness but that what is under way ends some day.
 """
@@ -22,11 +22,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pagemill.ids import SeqId, pack_ids
 from pagemill.keys import prefix_keys, root_key
-from pagemill.messages import AbortRequest, AddRequest, Event, Limits, RowResult, SamplingParams, SeqId, SequenceKey, StepDone, TransferDone, Turn, pack_ids
+from pagemill.messages.frontend import AbortRequest, AddRequest
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
+from pagemill.messages.worker import RowResult, StepDone, TransferDone
 from scheduler import preemption
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
+from scheduler.events import Event, Turn
 from scheduler.invariants import InvariantError, check
 from scheduler.preemption import Offer
 from scheduler.sequence import Sequence
@@ -59,7 +63,7 @@ class World:
     requests: tuple[Request, ...]
     patience: bool = False
     aborts: bool = True
-    failures: bool = False  #: copies may fail
+    failures: bool = False  #: any copy may fail, now or every time
     saves: bool = False  #: cached blocks are worth a copy before they are overwritten
 
     def keys(self, number: int) -> Iterator[bytes]:
@@ -188,8 +192,7 @@ class Explorer:
         report.is_complete = not self._pending
         if report.is_complete:
             self._check_that_all_can_finish()
-            if not self.world.failures:  # copies that fail for ever may well be tried for ever
-                self._check_that_no_run_is_endless()
+            self._check_that_no_run_is_endless()
         return report
 
     # --- one state -------------------------------------------------------------------------------------

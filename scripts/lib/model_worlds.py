@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from scheduler.core_config import CoreConfig
 from scripts.lib.model_check import Request, World
 
@@ -62,6 +62,8 @@ def all_worlds() -> list[World]:
         _world("grow, copies fail", _GROWING, failures=True, max_plans_in_flight=2),
         _world("two that grow, saved when overwritten", _GROWING[:2], saves=True),
         _world("two that grow, saved when overwritten, two plans", _GROWING[:2], saves=True, max_plans_in_flight=2),
+        _world("two that grow, saved when overwritten, copies fail", _GROWING[:2], saves=True, failures=True),
+        _world("private, saved when overwritten, copies fail", _PRIVATE[:2], saves=True, failures=True),
         _world("grow, saved when overwritten", _GROWING, saves=True, aborts=False, max_plans_in_flight=2),
         _world("grow, a window, two plans", _GROWING, groups=_WINDOW, num_blocks=8, max_plans_in_flight=2),
     ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagemill.messages import SequenceKey, StatsSnapshot
+from pagemill.messages.frontend import StatsSnapshot
+from pagemill.messages.sequences import SequenceKey
 from scripts.lib.engine import Engine
 from scripts.lib.report import percentiles
 

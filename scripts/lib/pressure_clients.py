@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagemill.kv_groups import peak_blocks
-from pagemill.messages import SequenceKey
+from pagemill.messages.sequences import SequenceKey
 from scripts.lib.engine import Engine
 from scripts.lib.workloads import Request, TokenSource, Workload
 

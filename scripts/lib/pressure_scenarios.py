@@ -14,7 +14,7 @@ from statistics import median
 from typing import Protocol
 
 from pagemill.kv_groups import peak_blocks
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from scripts.lib.pressure import SNAPSHOT_ALWAYS, Client, Measured
 from scripts.lib.pressure_clients import BURSTS, FOLLOW_UPS, AllAtOnce, Conversations, JobsAndBursts, Reserving, Talk
 from scripts.lib.report import median_interval, percentiles

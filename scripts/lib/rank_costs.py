@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from pagemill.messages import Plan, StepDone
+from pagemill.messages.worker import Plan, StepDone
 from scheduler.event_log import Record
 from scheduler.peers import Peers, WorkerChannel
 from scripts.lib.decoding_core import answer, decoding_core, next_plan

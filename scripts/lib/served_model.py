@@ -19,7 +19,7 @@ from pagemill.config import Dtype, ServeOptions, WorkerConfig
 from pagemill.kv_groups import peak_blocks
 from pagemill.machine import read_machine
 from pagemill.memory_plan import DTYPE_BYTES
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from pagemill.model_info import read_model_info
 from pagemill.model_store import resolve
 from pagemill.resolve import Model, Secrets, settle
@@ -95,5 +95,5 @@ def load_model(name: str, *, num_swap_slots: int = 0, **options: object) -> Serv
 
 def _settle(model: Model, options: Mapping[str, object]) -> WorkerConfig:
     """As the server decides, but without swap space unless it is asked for."""
-    settings = msgspec.convert({"model": model.name, "log_level": "warning", "swap_memory": 0} | options, ServeOptions)
+    settings = msgspec.convert({"model": model.name, "log_level": "warning", "swap_memory": 0, **options}, ServeOptions)
     return settle(settings, model, read_machine(), Secrets((), (), b""), reads_priority=False).workers[0]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pagemill.messages import InstallRow, Plan, RowId, RowResult, SchedulerToWorker, SeqId, Slice, StepDone, TransferDone, WorkerToScheduler
+from pagemill.ids import RowId, SeqId
+from pagemill.messages.worker import InstallRow, Plan, RowResult, SchedulerToWorker, Slice, StepDone, TransferDone, WorkerToScheduler
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scripts.lib.costs import Cost, LinkCost, StepCost, Work, prefill_tok_s

@@ -99,7 +99,7 @@ class Traffic:
     def _fields(self) -> dict[str, object]:
         stream = self._draw.random() < 0.5
         usage = {"stream_options": {"include_usage": True}} if stream else {}
-        return {"max_tokens": self._draw.randint(1, self._max_output_tokens), "stream": stream, "temperature": self._draw.choice((0, 0.8))} | usage
+        return {"max_tokens": self._draw.randint(1, self._max_output_tokens), "stream": stream, "temperature": self._draw.choice((0, 0.8)), **usage}
 
     def _text(self) -> str:
         return " ".join(self._draw.choices(_WORDS, k=self._draw.randint(1, 40)))

@@ -5,6 +5,8 @@ Messages are found, not listed: a new one is tried as soon as it exists, and has
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 from collections.abc import Iterator
 from types import UnionType
@@ -15,10 +17,13 @@ import pytest
 from msgspec import inspect
 
 from pagemill import messages
-from pagemill.messages import Hello, Message, Record
+from pagemill.messages.wire import Hello, Message, Record
+from scheduler import events
 
+MODULES = [*(importlib.import_module(f"{messages.__name__}.{module.name}") for module in pkgutil.iter_modules(messages.__path__)), events]
 #: By name; each is what one direction carries, or what the core takes or returns.
-UNIONS: dict[str, UnionType] = {name: value for name, value in vars(messages).items() if isinstance(value, UnionType)}
+UNIONS: dict[str, UnionType] = {name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, UnionType)}
+CORE_UNIONS = {"Event", "Effect"}
 VALUES: dict[type[inspect.Type], tuple[Any, ...]] = {
     inspect.IntType: (0, 1, -1, 127, 128, 2**31 - 1, -(2**31), 2**63, -(2**63), 2**64 - 1),
     inspect.FloatType: (0.0, 0.1, -9999.0, 5e-324, 1.7e308),
@@ -33,7 +38,8 @@ SEEDS = range(8)
 
 def kinds_of(root: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
     """All that derive from it, wherever in the contract they are written."""
-    return sorted((kind for kind in root.__subclasses__() if kind.__module__.startswith(messages.__name__)), key=lambda kind: kind.__name__)
+    written_in = {module.__name__ for module in MODULES}
+    return sorted((kind for kind in root.__subclasses__() if kind.__module__ in written_in), key=lambda kind: kind.__name__)
 
 
 MESSAGES = kinds_of(Message)
@@ -83,7 +89,8 @@ def parts_of(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
 
 
 def test_the_contract_is_found() -> None:
-    assert {"FrontendToScheduler", "SchedulerToFrontend", "SchedulerToWorker", "WorkerToScheduler", "LauncherToChild", "ChildToLauncher"} <= UNIONS.keys()
+    directions = {"FrontendToScheduler", "SchedulerToFrontend", "SchedulerToWorker", "WorkerToScheduler", "LauncherToChild", "ChildToLauncher"}
+    assert UNIONS.keys() == directions | CORE_UNIONS
     assert {member for union in UNIONS.values() for member in get_args(union)} <= set(MESSAGES)
 
 
@@ -91,6 +98,7 @@ def test_the_contract_is_found() -> None:
 def test_a_message_is_a_member_of_a_union_and_arrives_as_it_was_sent(kind: type[msgspec.Struct]) -> None:
     carriers = {"the handshake": Hello} if kind is Hello else unions_of(kind)
     assert carriers, f"nothing carries {kind.__name__}"
+    assert carriers.keys() - CORE_UNIONS or kind.__module__ == events.__name__, f"{kind.__name__} crosses no border"
     for name, union in carriers.items():
         decoder = msgspec.msgpack.Decoder(union)
         for seed in SEEDS:

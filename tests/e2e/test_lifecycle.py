@@ -166,7 +166,7 @@ def test_without_restarts_the_death_of_a_worker_stops_everything_and_is_named(ba
     """Ends the server of the test before. Scheduler and frontend: tests/e2e/test_recovery.py, tests/pagemill/test_launcher.py."""
     bare.child("worker 0").kill()
     assert bare.wait() == 1
-    assert bare.log.splitlines()[-1] == "pagemill: worker 0 was killed by SIGKILL"
+    assert json.loads(bare.log.splitlines()[-1])["reason"] == "worker 0 was killed by SIGKILL"
     assert bare.leftovers() == []
 
 

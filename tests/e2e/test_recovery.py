@@ -134,8 +134,8 @@ def test_what_goes_wrong_inside_a_worker_changes_no_answer_and_one_death_more_th
 
         strike(server, Fault("kill", "scheduler 0"), lambda ports: None)
         assert server.wait() == 1
-        last = server.log.splitlines()[-1]
-        assert last.startswith("pagemill: scheduler 0 was killed by SIGKILL")
+        last = json.loads(server.log.splitlines()[-1])["reason"]
+        assert last.startswith("scheduler 0 was killed by SIGKILL")
         assert "--restart-limit 1" in last
         assert server.leftovers() == []
 

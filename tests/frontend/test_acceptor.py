@@ -15,7 +15,7 @@ import uvloop
 
 from frontend import acceptor
 from frontend.acceptor import MAX_A_TURN, Acceptor
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 from tests.helpers.fake_scheduler import DEADLINE_S
 
 

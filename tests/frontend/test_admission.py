@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from frontend import overload
 from frontend.app import Application, Refusal
 from frontend.http_server import GuardedProtocol
-from pagemill.messages import AddRequest
+from pagemill.messages.frontend import AddRequest
 from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler, Refuse, snapshot
 from tests.helpers.frontend_server import RunningFrontend, running_frontend
 from tests.helpers.server import wait_for

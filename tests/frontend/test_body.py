@@ -20,19 +20,27 @@ JSON = st.recursive(st.none() | st.integers() | TEXT, lambda inner: st.lists(inn
 SIZE = body.MAX_BODY_BYTES - 100
 
 
+def keys_in(value: object) -> int:
+    """Of all objects in a value."""
+    within = sum(map(keys_in, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))
+    return within + (len(value) if isinstance(value, dict) else 0)
+
+
 @given(st.dictionaries(TEXT, JSON, max_size=4), st.booleans())
-def test_the_fields_of_any_object_are_counted(fields: dict[str, object], ascii_only: bool) -> None:
-    assert body.look_over(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "replace")) == len(fields)
+def test_the_fields_and_keys_of_any_object_are_counted(fields: dict[str, object], ascii_only: bool) -> None:
+    data = json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "replace")
+    assert body.look_over(data) == (len(fields), keys_in(fields))
+    assert body._decode(data, msgspec.json.Decoder(dict[str, object]), None)[0] == json.loads(data)
 
 
 @pytest.mark.parametrize("text", ['"', "\\", '\\"', "[", "]{", ":", "\\\\", '":"', "\n"])
 def test_what_stands_in_strings_is_not_structure(text: str) -> None:
-    assert body.look_over(json.dumps({text: [text, {text: text}], "b": 1}).encode()) == 2
+    assert body.look_over(json.dumps({text: [text, {text: text}], "b": 1}).encode()) == (2, 3)
 
 
 def test_depth_is_counted_exactly() -> None:
     deepest = b'{"a":' + b"[" * (body.MAX_DEPTH - 1) + b"]" * (body.MAX_DEPTH - 1) + b"}"
-    assert body.look_over(deepest) == 1
+    assert body.look_over(deepest) == (1, 1)
     with pytest.raises(ApiError, match="nested"):
         body.look_over(deepest.replace(b"[]", b"[[]]"))
 
@@ -55,10 +63,11 @@ def test_the_largest_hostile_bodies_are_looked_over_quickly(data: bytes) -> None
     "data",
     [
         b"{" + b",".join(b'"%d":1' % index for index in range(1001)) + b"}",
+        b'{"a":{' + b",".join(b'"%d":1' % index for index in range(250_001)) + b"}}",
         b'{"prompt":[' + b"1," * 1_000_001 + b"1]}",
         b'{"prompt":[' + b'"",' * 400_001 + b'""]}',
     ],
-    ids=["fields", "values", "strings"],
+    ids=["fields", "keys", "values", "strings"],
 )
 def test_bodies_of_too_many_parts_are_refused(data: bytes) -> None:
     with pytest.raises(ApiError, match="more than"):
@@ -81,6 +90,31 @@ def test_complaints_name_the_field_and_not_the_value(text: str, param: str) -> N
         body._decode(text.encode(), msgspec.json.Decoder(ChatBody), "chat")
     assert caught.value.param == param
     assert b"SECRET" not in caught.value.body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"n":1,"n":1}',
+        '{"messages":[{"role":"user","role":"system","content":"a"}]}',
+        '{"messages":[{"role":"user","ro\\u006ce":"system","content":"a"}]}',
+        '{"messages":[{"role":"user","content":[{"type":"text","text":"a","text":"b"}]}]}',
+        '{"stream_options":{"include_usage":true,"include_usage":false}}',
+        '{"logit_bias":{"5":1,"5":2}}',
+        '{"metadata":[[{"a":{"b":1,"b":1}}]]}',
+    ],
+)
+def test_no_object_may_have_a_key_twice(text: str) -> None:
+    with pytest.raises(ApiError, match="twice") as caught:
+        body._decode(text.encode(), msgspec.json.Decoder(ChatBody), "chat")
+    assert caught.value.code == "invalid_json"
+
+
+def test_objects_side_by_side_may_have_the_same_keys() -> None:
+    fields = {"messages": [{"role": "user", "content": [{"type": "text", "text": '{"role":1}'}] * 2}] * 3, "metadata": {"role": {"role": "role"}}}
+    decoded, _ = body._decode(json.dumps(fields).encode(), msgspec.json.Decoder(ChatBody), "chat")
+    assert decoded.messages is not None
+    assert len(decoded.messages) == 3
 
 
 #: JSON that is odd, huge or broken, for every field alike.

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from frontend.choice import Choice, Delta, TextOptions
 from frontend.token_bytes import TokenBytes
-from pagemill.messages import NONE, FinishReason, SequenceKey, SequenceOutput, TokenLogprobs
+from pagemill.ids import NONE
+from pagemill.messages.frontend import SequenceOutput
+from pagemill.messages.sequences import FinishReason, SequenceKey, TokenLogprobs
 
 WORDS = ["", "a", "b", "ab", " the", "\xc3", "\xa9", "."]  # Ã and © stand for the two bytes of é
 TOKENS = TokenBytes({"type": "ByteLevel"}, lambda index: WORDS[index].replace(" ", "Ġ") if 0 <= index < len(WORDS) else None, frozenset({0}))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Replace, Strip
@@ -50,8 +50,8 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     return TokenBytes(json.loads(tokenizer.to_str())["decoder"], tokenizer.id_to_token, special)
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
-    detokenizer = Detokenizer(token_bytes(tokenizer), skip_special_tokens)
+def pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True, *, begins_text: bool = True) -> list[str]:
+    detokenizer = Detokenizer(token_bytes(tokenizer), skip_special_tokens, begins_text=begins_text)
     return [*(detokenizer.feed(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -79,6 +79,22 @@ def test_sentence_piece_ids_join_to_the_decoding_of_all_of_them(parts: list[int 
     ids = [1, *ids, 2]
     got = "".join(pieces(sentence_piece(), ids, skip))
     assert got == sentence_piece().decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()], ids=["byte-level", "SentencePiece"])
+@given(before=st.lists(st.integers(260, 266), min_size=1, max_size=5), ids=st.lists(st.integers(259, 266), max_size=10), skip=st.booleans())
+def test_pieces_that_continue_a_text_join_to_what_decoding_all_of_it_adds(tokenizer: Tokenizer, before: list[int], ids: list[int], skip: bool) -> None:
+    text = tokenizer.decode(before, skip_special_tokens=skip)
+    assume(not text.endswith("\ufffd"))  # no half of a character that these ids would complete
+    whole = tokenizer.decode(before + ids, skip_special_tokens=skip)
+    assert text + "".join(pieces(tokenizer, ids, skip, begins_text=False)) == whole
+
+
+def test_only_a_text_that_begins_loses_its_first_space() -> None:
+    the = sentence_piece().token_to_id("▁the")
+    assert the is not None
+    assert pieces(sentence_piece(), [the, the]) == ["the", " the", ""]
+    assert pieces(sentence_piece(), [the, the], begins_text=False) == [" the", " the", ""]
 
 
 def test_an_emoji_of_four_byte_tokens_appears_with_the_last_of_them() -> None:

@@ -3,151 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 
 from frontend.errors import ApiError
-from pagemill import injection
-from pagemill.messages import (
-    NONE,
-    AbortRequest,
-    AddRequest,
-    DebugStateQuery,
-    FinishRequest,
-    Limits,
-    Rejection,
-    SamplingParams,
-    SchedulerReady,
-    SequenceKey,
-    SequenceOutput,
-    StepOutput,
-    pack_ids,
-    unpack_ids,
-)
-from tests.helpers.event_stream import Stream, parse
-from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler, Script, Step, logprobs_of
+from pagemill.ids import NONE
+from pagemill.messages.frontend import AbortRequest, AddRequest, DebugStateQuery, FinishRequest, Rejection, SchedulerReady, SequenceOutput, StepOutput
+from pagemill.messages.sequences import SequenceKey
+from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler, Step
 from tests.helpers.frontend_server import RunningFrontend, running_frontend
-
-CHAT = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "Hello"}]
-FIRST_CUT, SECOND_CUT, NUM_TOKENS = 5, 9, 14
-
-
-class Reader(threading.Thread):
-    """Reads a streamed or a buffered reply in a thread of its own."""
-
-    def __init__(self, frontend: RunningFrontend, **body: Any) -> None:
-        super().__init__(daemon=True)
-        self._url = f"{frontend.url}{CHAT}"
-        self._body = {"messages": HELLO, **body}
-        self._arrived = threading.Condition()
-        self.status = 0
-        self.text = ""
-        self.start()
-
-    def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=DEADLINE_S) as response:
-            for piece in response.iter_text():
-                with self._arrived:
-                    self.text += piece
-                    self._arrived.notify_all()
-            self.status = response.status_code
-
-    def wait_for_chunks(self, count: int) -> None:
-        """Of a stream: until so many chunks with text have arrived."""
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: self.text.count('"content":"') - self.text.count('"content":""') >= count, DEADLINE_S), self.text
-
-    def stream(self) -> Stream:
-        self.join(DEADLINE_S)
-        assert self.status == 200, self.text
-        return parse(self.text)
-
-    def reply(self) -> httpx.Response:
-        self.join(DEADLINE_S)
-        return httpx.Response(self.status, text=self.text)
-
-
-class Heard:
-    """A sink of its own, for sequences that no client asked for."""
-
-    def __init__(self) -> None:
-        self.outputs: list[SequenceOutput] = []
-        self.num_failures = 0
-
-    def output(self, output: SequenceOutput) -> None:
-        self.outputs.append(output)
-
-    def rejected(self, rejection: Rejection) -> None:
-        raise AssertionError(rejection)
-
-    def failed(self) -> None:
-        self.num_failures += 1
-
-
-def add(frontend: RunningFrontend, count: int = 1) -> tuple[list[SequenceKey], Heard]:
-    """A request with so many choices, handed to the engine itself. Raises what the engine raises."""
-    engine, heard = frontend.services.engine, Heard()
-    raised: list[ApiError] = []
-    number = engine.new_request()
-    keys = [engine.key(number, choice) for choice in range(count)]
-
-    def hand_over() -> None:
-        try:
-            engine.add([AddRequest(key, "r", pack_ids([1, 2]), b"", SamplingParams(), Limits(NUM_TOKENS), 0, 0, 0.0, b"", b"") for key in keys], heard)
-        except ApiError as error:
-            raised.append(error)
-
-    frontend.run(hand_over)
-    if raised:
-        raise raised[0]
-    return keys, heard
+from tests.helpers.lost_scheduler import CHAT, FIRST_CUT, HELLO, NUM_TOKENS, SECOND_CUT, Reader, add, received, replaced, up_to, whole
 
 
 def output(key: SequenceKey, first_index: int, *ids: int) -> SequenceOutput:
     return SequenceOutput(key, first_index, ids, (), None, NONE, 0, 0, 0.0, "")
 
 
-def whole(request: AddRequest) -> list[Step]:
-    """Fourteen tokens, each choice has its own."""
-    logprobs = (logprobs_of(-0.5, {3: -0.5, 4: -1.5}),) if request.sampling.num_logprobs > 0 else ()
-    ids = [40 + 20 * request.key.choice + index for index in range(NUM_TOKENS)]
-    return [Step((token_id,), "length" if token_id == ids[-1] else None, logprobs=logprobs, cached=2) for token_id in ids]
-
-
-def up_to(num_tokens: int) -> Script:
-    """As many tokens, then silence."""
-    return lambda request: [*whole(request)[:num_tokens], *[Step()] * 1_000_000]
-
-
 @pytest.fixture
 def frontend() -> Iterator[RunningFrontend]:
     with running_frontend(FakeScheduler(up_to(FIRST_CUT))) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    injection.disarm()
-
-
-@contextmanager
-def replaced(frontend: RunningFrontend, script: Script = whole, epoch: int = 2) -> Iterator[FakeScheduler]:
-    """Another scheduler in place of the one that is there."""
-    frontend.lose_scheduler()
-    with FakeScheduler(script, epoch=epoch) as fake:
-        frontend.meet(fake)
-        yield fake
-
-
-def received(request: AddRequest) -> list[int]:
-    return list(unpack_ids(request.output_ids))
 
 
 def first(request: AddRequest, num_tokens: int) -> list[int]:
@@ -212,74 +91,6 @@ def test_what_ends_while_no_scheduler_is_there_is_not_sent_to_the_next(frontend:
         frontend.wait_until(lambda: engine.num_sequences == 0, "the one that stayed does not end")
         assert [message.key for message in fake.received if isinstance(message, AddRequest | AbortRequest | FinishRequest)] == [staying]
     assert heard.num_failures == 0
-
-
-def test_a_request_that_comes_while_no_scheduler_is_there_waits_behind_the_others(frontend: RunningFrontend) -> None:
-    before = Reader(frontend, stream=True)
-    before.wait_for_chunks(FIRST_CUT)
-    frontend.lose_scheduler()
-    response = frontend.client.get("/readyz")
-    assert (response.status_code, response.json()) == (503, {"status": "restarting", "detail": "The scheduler is restarting."})
-    assert frontend.client.get("/livez").status_code == 200
-    assert frontend.client.get("/v1/models").status_code == 200
-    during = Reader(frontend)
-    frontend.wait_until(lambda: frontend.services.engine.num_sequences == 2, "the request is not kept")
-    with FakeScheduler(whole, epoch=2) as fake:
-        frontend.meet(fake)
-        assert before.stream().finish_reasons() == ["length"]
-        assert during.reply().json()["usage"]["completion_tokens"] == NUM_TOKENS
-        assert [(request.resubmitted, len(received(request))) for request in fake.requests()] == [(True, FIRST_CUT), (False, 0)]
-
-
-def test_no_more_sequences_are_kept_than_may_wait() -> None:
-    with running_frontend(FakeScheduler(up_to(FIRST_CUT)), max_num_queued=3) as frontend:
-        add(frontend, 4)
-        frontend.scheduler.wait_for(AddRequest, count=4)  # these were taken once, and do not count
-        frontend.lose_scheduler()
-        frontend.services.engine.room.retry_after_s = lambda: 7
-        with pytest.raises(ApiError, match="Too many requests are waiting") as refusal:
-            add(frontend, 4)
-        assert (refusal.value.status, refusal.value.headers) == (429, {"Retry-After": "7"})
-        add(frontend, 2)
-        add(frontend, 1)
-        with pytest.raises(ApiError):
-            add(frontend, 1)
-        with FakeScheduler(whole, epoch=2) as fake:
-            frontend.meet(fake)
-            assert [request.resubmitted for request in fake.wait_for(AddRequest, count=7)] == [True] * 4 + [False] * 3
-            fake.wait_idle()
-            add(frontend, 4)  # the scheduler has its own limit
-            fake.wait_for(AddRequest, count=11)
-
-
-def test_without_a_scheduler_prompt_tokens_are_bounded() -> None:
-    with running_frontend(FakeScheduler(whole), max_queued_tokens=5) as frontend:
-        add(frontend, 3)
-        frontend.scheduler.wait_for(AddRequest, count=3)  # the scheduler has its own limit
-        frontend.lose_scheduler()
-        add(frontend, 2)
-        with pytest.raises(ApiError, match="Too many requests are waiting"):
-            add(frontend, 1)
-
-
-def test_who_waits_for_a_scheduler_does_not_wait_for_longer_than_it_said() -> None:
-    with running_frontend(FakeScheduler(up_to(FIRST_CUT)), max_queue_time_s=1) as frontend:
-        begun = Reader(frontend, stream=True)
-        begun.wait_for_chunks(FIRST_CUT)
-        frontend.lose_scheduler()
-        refused = Reader(frontend, n=2).reply()
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_timeout")
-        assert refused.json()["error"]["message"] == "The request waited longer than the limit of 1 s."
-        late = Reader(frontend)
-        frontend.wait_until(lambda: frontend.services.engine.num_sequences == 2, "it is not taken")
-        with FakeScheduler(whole, epoch=2) as fake:
-            frontend.meet(fake)
-            assert begun.stream().finish_reasons() == ["length"], "what was begun waits as long as it takes"
-            assert late.reply().status_code == 200
-            again, new = fake.requests()
-    assert (again.resubmitted, again.limits.max_queue_s) == (True, 1.0)
-    assert 0 < new.limits.max_queue_s < 1.0, "what it has waited for here is over"
-    assert frontend.services.engine.num_dropped == 0
 
 
 def test_a_new_epoch_of_the_same_scheduler_is_no_reason_to_send_anything_again(frontend: RunningFrontend) -> None:
@@ -368,43 +179,3 @@ def test_every_sequence_gets_an_end_when_the_server_gives_up_waiting(frontend: R
     assert (stream.done, stream.finish_reasons(0), stream.finish_reasons(1)) == (True, ["abort"], ["abort"])
     assert len(stream.text_of(0)) == FIRST_CUT
     assert frontend.services.engine.num_sequences == 0
-
-
-# --- faults at the hand-overs --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("point", ["request", "submit", "submitted", "output", "finish"])
-def test_a_fault_on_the_way_fails_one_request_and_leaves_nothing_behind(point: str, frontend: RunningFrontend) -> None:
-    injection.arm([f"frontend.{point}=raise"], incarnation=0)
-    stop = frontend.post("/detokenize", tokens=[42]).json()["prompt"] if point == "finish" else None
-    response = frontend.post(CHAT, messages=HELLO, n=2, stop=stop)
-    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
-    assert "frontend." not in response.text
-    frontend.wait_until(lambda: frontend.services.engine.num_sequences == 0, "a sequence is left")
-    frontend.scheduler.wait_idle()
-    frontend.scheduler.script = whole
-    assert frontend.post(CHAT, messages=HELLO, n=2, stop=stop).status_code == 200
-    assert frontend.services.overload.num_waiting == 0
-
-
-def test_a_fault_in_an_abort_does_not_keep_it_from_the_scheduler(frontend: RunningFrontend) -> None:
-    injection.arm(["frontend.abort=raise"], incarnation=0)
-    with httpx.stream("POST", f"{frontend.url}{CHAT}", json={"messages": HELLO, "stream": True, "n": 2}, timeout=DEADLINE_S) as leaving:
-        next(leaving.iter_text())
-    frontend.scheduler.wait_for(AbortRequest, count=2)
-    frontend.scheduler.wait_idle()
-
-
-@pytest.mark.parametrize("choice", [0, 1])
-def test_a_fault_in_a_resubmission_fails_its_request_and_no_other(choice: int, frontend: RunningFrontend) -> None:
-    failing = Reader(frontend, n=2)
-    frontend.scheduler.wait_for(AddRequest, count=2)
-    staying = Reader(frontend, stream=True)
-    staying.wait_for_chunks(FIRST_CUT)
-    injection.arm([f"frontend.resubmit=raise@{choice + 1}"], incarnation=0)
-    with replaced(frontend) as fake:
-        assert failing.reply().status_code == 500
-        assert staying.stream().finish_reasons() == ["length"]
-        fake.wait_for(AddRequest, count=1 + choice)
-        fake.wait_idle()
-        assert len(fake.requests()) == 1 + choice  # what has failed already is not sent

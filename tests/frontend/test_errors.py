@@ -9,7 +9,8 @@ import pytest
 
 from frontend import errors
 from frontend.errors import ApiError
-from pagemill.messages import Rejection, SequenceKey
+from pagemill.messages.frontend import Rejection
+from pagemill.messages.sequences import SequenceKey
 
 KEY = SequenceKey(0, 1, 1, 0)
 SAMPLES: dict[str, object] = {"str": "x" * 5000, "int": 7, "str | None": "field", "Rejection": Rejection(KEY, "queue_full", 1, 0)}

@@ -6,20 +6,13 @@ import msgspec
 import pytest
 
 from pagemill import channels
-from pagemill.messages import (
-    NONE,
-    AbortRequest,
-    AddRequest,
-    DecisionsReply,
-    Hello,
-    SchedulerReady,
-    SequenceKey,
-    SequenceOutput,
-    StepOutput,
-)
-from tests.frontend.test_engine import FIRST_CUT, NUM_TOKENS, Reader, up_to, whole
+from pagemill.ids import NONE
+from pagemill.messages.frontend import AbortRequest, AddRequest, DecisionsReply, SchedulerReady, SequenceOutput, StepOutput
+from pagemill.messages.sequences import SequenceKey
+from pagemill.messages.wire import Hello
 from tests.helpers.fake_scheduler import FakeScheduler
 from tests.helpers.frontend_server import running_frontend
+from tests.helpers.lost_scheduler import FIRST_CUT, NUM_TOKENS, Reader, up_to, whole
 
 MAX_FRAME_BYTES = 65536
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -12,9 +15,9 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from frontend import http_server
-from pagemill.messages import AbortRequest, AddRequest
+from pagemill.messages.frontend import AbortRequest, AddRequest
 from tests.helpers.fake_scheduler import DEADLINE_S
-from tests.helpers.frontend_server import RunningFrontend
+from tests.helpers.frontend_server import RunningFrontend, running_frontend
 from tests.helpers.server import wait_for
 
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
@@ -35,6 +38,15 @@ def exchange(port: int, *parts: bytes) -> bytes:
         except ConnectionResetError:
             pass
         return received
+
+
+@contextmanager
+def draining_frontend() -> Iterator[tuple[RunningFrontend, list[object]]]:
+    """One that a test may let drain, and what goes wrong in its event loop, which would only be logged."""
+    mishaps: list[object] = []
+    with running_frontend() as frontend:
+        frontend.run(lambda: frontend.loop.set_exception_handler(lambda _, context: mishaps.append(context)))
+        yield frontend, mishaps
 
 
 def is_held(client: tuple[str, int]) -> bool:
@@ -166,6 +178,64 @@ def test_many_requests_sent_ahead_are_all_answered_in_order(frontend: RunningFro
     answer = exchange(frontend.port, b"".join(asks) + VERSION)
     ids = [line.split(b": ")[1] for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")]
     assert ids[:-1] == [b"%d" % index for index in range(http_server.MAX_PIPELINED)]
+
+
+def post(body: bytes, path: bytes = b"/v1/completions") -> bytes:
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path, len(body), body)
+
+
+@pytest.mark.parametrize("later", [post(b"x", b"/livez"), post(BODY), VERSION], ids=["a body", "a request", "no body"])
+def test_nothing_is_begun_after_an_answer_that_said_close(later: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with draining_frontend() as (frontend, mishaps), socket.create_connection(("127.0.0.1", frontend.port), timeout=DEADLINE_S) as connection:
+        frontend.scheduler.gate.clear()
+        connection.sendall(post(BODY) + post(b"{}") + later)
+        frontend.scheduler.wait_for(AddRequest)
+        frontend.run(frontend.services.readiness.drain)
+        frontend.scheduler.gate.set()
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"503"]
+    assert answer.count(b"connection: close") == 1
+    assert (mishaps, caplog.records) == ([], [])
+
+
+def test_who_is_refused_is_heard_out_for_a_moment_though_it_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "LINGER_S", 60.0)
+    with draining_frontend() as (frontend, _), socket.create_connection(("127.0.0.1", frontend.port), timeout=DEADLINE_S) as connection:
+        frontend.scheduler.gate.clear()
+        connection.sendall(post(BODY) + b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n" + VERSION)
+        frontend.scheduler.wait_for(AddRequest)
+        frontend.run(frontend.services.readiness.drain)
+        frontend.scheduler.gate.set()
+        assert b"HTTP/1.1 503 " in b"".join(iter(lambda: connection.recv(65536), b""))
+        connection.sendall(post(BODY))
+        assert is_held(connection.getsockname())
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in its turn", "ahead of its turn"])
+@pytest.mark.parametrize("later", [b"", post(BODY)], ids=["nothing more", "another request"])
+def test_who_is_refused_and_stays_is_dropped_after_a_moment(later: bytes, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "LINGER_S", 0.05)
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 3600.0)
+    with draining_frontend() as (frontend, _), socket.create_connection(("127.0.0.1", frontend.port), timeout=DEADLINE_S) as connection:
+        if is_ahead:
+            frontend.scheduler.gate.clear()
+            connection.sendall(post(BODY) + post(b"{}") + later)
+            frontend.scheduler.wait_for(AddRequest)
+        frontend.run(frontend.services.readiness.drain)
+        frontend.scheduler.gate.set()
+        if not is_ahead:
+            connection.sendall(post(b"{}") + later)
+        wait_for(lambda: not is_held(connection.getsockname()), DEADLINE_S, lambda: "the server still holds the connection")
+
+
+@pytest.mark.parametrize("later", [b"\0garbage\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200], ids=["garbage", "headers"])
+@pytest.mark.parametrize("refused", [post(b"{}"), b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["a body", "no body"])
+def test_what_follows_a_last_answer_is_not_answered(refused: bytes, later: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with draining_frontend() as (frontend, mishaps):
+        frontend.run(frontend.services.readiness.drain)
+        answer = exchange(frontend.port, refused + later)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"503"]
+    assert (mishaps, caplog.records) == ([], [])
 
 
 def test_requests_sent_ahead_without_end_close_the_connection(frontend: RunningFrontend) -> None:

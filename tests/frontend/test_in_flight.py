@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.in_flight import LiveSequence
-from pagemill.messages import NONE, AddRequest, Limits, Rejection, SamplingParams, SequenceKey, SequenceOutput, TokenLogprobs, unpack_ids
+from pagemill.ids import NONE, unpack_ids
+from pagemill.messages.frontend import AddRequest, Rejection, SequenceOutput
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey, TokenLogprobs
 
 KEY = SequenceKey(0, 1, 1, 0)
 REQUEST = AddRequest(KEY, "cmpl-1", b"", b"", SamplingParams(), Limits(100), 7, 0, 12.5, b"", b"")

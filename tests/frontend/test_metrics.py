@@ -19,7 +19,9 @@ from frontend.exposition import Format
 from frontend.histogram import Histogram
 from frontend.metrics import FrontendMetrics
 from frontend.request_metrics import RequestLedger
-from pagemill.messages import NONE, FinishReason, KvGroup, SchedulerReady, SequenceKey, SequenceOutput
+from pagemill.ids import NONE
+from pagemill.messages.frontend import SchedulerReady, SequenceOutput
+from pagemill.messages.sequences import FinishReason, KvGroup, SequenceKey
 from tests.helpers.fake_scheduler import snapshot
 
 #: What gateways, autoscalers and vLLM's dashboards read, as far as this server has the feature.

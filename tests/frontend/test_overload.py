@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from frontend import overload
 from frontend.errors import ApiError
 from frontend.overload import Load, Overload, Pacer, Throughput
-from pagemill.messages import SchedulerReady
+from pagemill.messages.frontend import SchedulerReady
 from tests.helpers.fake_scheduler import snapshot
 
 SEATS = 4
@@ -152,7 +152,25 @@ def test_large_bodies_are_bounded_together_and_small_ones_pass() -> None:
     assert server.body_bytes == overload.MAX_BODY_BYTES_HELD
 
 
-OPERATIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["hold", "prepare", "submitted", "started", "close"]), st.integers(1, 100)), max_size=60)
+def test_one_reply_is_bounded_and_so_are_large_ones_together_while_small_ones_pass() -> None:
+    server = ready()
+    with pytest.raises(ApiError, match="'stream'") as caught:
+        server.open().gather(overload.MAX_REPLY_BYTES + 1)
+    assert (caught.value.status, caught.value.code) == (400, "reply_too_large")
+    server = ready()
+    loads = [server.open() for _ in range(4)]
+    loads[0].gather(overload.MAX_REPLY_BYTES)
+    loads[1].gather(overload.MAX_REPLY_BYTES_HELD - overload.MAX_REPLY_BYTES)
+    loads[2].gather(overload.SMALL_REPLY_BYTES)
+    with pytest.raises(ApiError, match="large replies") as caught:
+        loads[3].gather(overload.SMALL_REPLY_BYTES + 1)
+    assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "1"})
+    loads[0].close()
+    loads[3].gather(overload.SMALL_REPLY_BYTES + 2)
+
+
+CALLS = ["hold", "prepare", "submitted", "started", "gather", "close"]
+OPERATIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(CALLS), st.integers(1, 100)), max_size=60)
 
 
 @given(OPERATIONS)
@@ -161,10 +179,10 @@ def test_whatever_happens_nothing_weighs_when_all_is_closed(operations: list[tup
     loads = [server.open() for _ in range(4)]
     for which, name, amount in operations:
         call = getattr(loads[which], name)
-        call(amount) if name in ("hold", "submitted") else call()
+        call(amount) if name in ("hold", "submitted", "gather") else call()
     for load in loads:
         load.close()
-    assert server.body_bytes == server.num_waiting == 0
+    assert server.body_bytes == server.reply_bytes == server.num_waiting == 0
     assert len(fill(server)) == 1000 + SEATS
 
 

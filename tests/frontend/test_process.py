@@ -20,20 +20,8 @@ import pytest
 
 from pagemill.config import FrontendConfig
 from pagemill.control import ControlSocket, control_pair
-from pagemill.messages import (
-    AddRequest,
-    Alive,
-    ChildToLauncher,
-    Drain,
-    Failed,
-    LauncherToChild,
-    PeerLost,
-    PeerUp,
-    Progress,
-    Ready,
-    Reload,
-    Start,
-)
+from pagemill.messages.control import Alive, ChildToLauncher, Drain, Failed, LauncherToChild, PeerLost, PeerUp, Progress, Ready, Reload, Start
+from pagemill.messages.frontend import AddRequest
 from tests.helpers.event_stream import Stream, parse
 from tests.helpers.fake_scheduler import TOKEN, FakeScheduler, Step
 from tests.helpers.frontend_server import frontend_config
@@ -177,6 +165,19 @@ def test_a_drain_without_a_scheduler_ends_with_last_chunks_when_its_time_is_over
         stream = reader.result()
         assert frontend.process.wait(TIMEOUT_S) == 0
         assert (stream.done, stream.finish_reasons()) == (True, ["abort"])
+
+
+def test_a_drain_that_is_cut_short_runs_out_of_time_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with FakeScheduler(begun) as scheduler, frontend_process(frontend_config(log_level="info")) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Ready)
+        reader = frontend.stream()
+        reader.wait_for_begin()
+        for _ in range(2):
+            frontend.control.send(Drain(timeout_s=0.0))
+        assert reader.result().finish_reasons() == ["abort"]
+        assert frontend.process.wait(TIMEOUT_S) == 0
+    assert capfd.readouterr().err.count("drain_timed_out") == 1
 
 
 def test_a_stream_goes_on_with_the_next_scheduler_and_the_process_says_ready_once() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from frontend.errors import ApiError
 from frontend.readiness import SILENCE_S, STALL_S, Readiness
-from pagemill.messages import ProcessKind, Progress, SchedulerReady
+from pagemill.messages.control import Progress
+from pagemill.messages.frontend import SchedulerReady
+from pagemill.messages.wire import ProcessKind
 from tests.helpers.fake_scheduler import snapshot
 
 GEOMETRY = SchedulerReady(1, 512, 16, 100, 0, 8, False)

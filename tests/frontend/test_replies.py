@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from frontend import replies
-from pagemill.messages import AbortRequest, AddRequest
+from frontend.choice import TokenEntry
+from frontend.logprobs import chat_logprobs
+from frontend.openai_types import ChatLogprobs
+from frontend.token_bytes import TokenBytes
+from pagemill.messages.frontend import AbortRequest, AddRequest
 from tests.helpers.event_stream import parse, parse_response
 from tests.helpers.fake_scheduler import DEADLINE_S, Refuse, Step, counting, logprobs_of
 from tests.helpers.frontend_server import RunningFrontend
@@ -83,6 +89,37 @@ def test_a_burst_that_arrives_at_once_is_not_held_against_the_reader(frontend: R
     frontend.scheduler.script = counting
     assert parse_response(frontend.post(PATH, messages=HELLO, max_tokens=450, stream=True)).usage is None
     assert frontend.post(PATH, messages=HELLO, max_tokens=450).json()["usage"]["completion_tokens"] == 450
+
+
+def test_a_whole_reply_that_grows_too_large_is_refused_and_given_back_but_may_be_streamed(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.overload.MAX_REPLY_BYTES", 20_000)
+    wanted: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
+    response = frontend.post(PATH, **wanted)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "reply_too_large")
+    frontend.scheduler.wait_for(AbortRequest)
+    frontend.wait_until(lambda: frontend.services.overload.reply_bytes == 0, "the reply is still held")
+    assert len(parse_response(frontend.post(PATH, stream=True, **wanted)).logprobs("content")) == 400
+
+
+def test_a_whole_reply_is_held_until_it_is_sent(frontend: RunningFrontend) -> None:
+    frontend.scheduler.script = lambda request: [*counting(request)[:-1], *[Step()] * 100_000]
+    with post_raw(frontend.port, {"messages": HELLO, "max_tokens": 50}):
+        frontend.wait_until(lambda: frontend.services.overload.reply_bytes >= 49, "nothing is held")
+    frontend.wait_until(lambda: frontend.services.overload.reply_bytes == 0, "the reply is still held")
+
+
+def test_logprobs_of_a_whole_reply_are_encoded_as_they_come_and_not_at_its_end(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noting(entries: Sequence[TokenEntry], token_bytes: TokenBytes) -> ChatLogprobs:
+        sizes.append(len(entries))
+        return chat_logprobs(entries, token_bytes)
+
+    monkeypatch.setattr("frontend.endpoints.chat_completions.chat_logprobs", noting)
+    reply = frontend.post(PATH, messages=HELLO, n=4, max_tokens=100, logprobs=True, top_logprobs=20).json()
+    assert [len(choice["logprobs"]["content"]) for choice in reply["choices"]] == [100] * 4
+    assert sum(sizes) == 400
+    assert max(sizes) < 10
 
 
 def test_a_slow_client_gets_everything_while_others_go_on(frontend: RunningFrontend) -> None:

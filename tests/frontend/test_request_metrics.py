@@ -8,7 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from frontend.request_metrics import CLIENT_CLOSED, MAX_REMEMBERED_NAMES, RequestLedger, RequestRecord
-from pagemill.messages import NONE, FinishReason, SequenceKey, SequenceOutput
+from pagemill.ids import NONE
+from pagemill.messages.frontend import SequenceOutput
+from pagemill.messages.sequences import FinishReason, SequenceKey
 
 
 class Observer:
@@ -253,6 +255,12 @@ def test_an_unknown_field_is_counted_each_time_and_warned_of_once(bench: Bench) 
             bench.ledger.unknown_fields(record, ["no_stop_trim", "x" * 500])
             assert record.num_unknown_fields == 2
     assert [line["field"] for line in lines] == ["no_stop_trim", "x" * 64]
+
+
+def test_of_a_long_name_only_the_beginning_is_remembered(bench: Bench) -> None:
+    with capture_logs() as lines:
+        bench.ledger.unknown_fields(bench.open(), ["x" * 500 + "1", "x" * 500 + "2"])
+    assert [line["field"] for line in lines] == ["x" * 64]
 
 
 def test_names_that_clients_invent_do_not_grow_memory_or_log_without_end(bench: Bench) -> None:

@@ -12,7 +12,8 @@ from frontend import waiting_room
 from frontend.errors import ApiError
 from frontend.in_flight import LiveSequence
 from frontend.waiting_room import WaitingRoom
-from pagemill.messages import AddRequest, Limits, Rejection, SamplingParams, SequenceKey
+from pagemill.messages.frontend import AddRequest, Rejection
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
 from tests.frontend.test_in_flight import NoSink
 
 

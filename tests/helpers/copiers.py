@@ -75,6 +75,9 @@ class StreamCopier:
         for stream in self._streams:
             stream.start()
 
+    def enter_thread(self) -> None:
+        pass
+
     def mark(self) -> object:
         return None
 

@@ -12,36 +12,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvstore.kv_directory import KvDirectory, directory_bytes
+from kvstore.kv_directory import directory_bytes
+from pagemill.ids import pack_ids
 from pagemill.keys import prefix_keys, root_key
-from pagemill.messages import (
-    AbortRequest,
-    AddRequest,
-    Adopt,
-    BlockId,
-    Distrust,
-    Effect,
-    Event,
-    FinishRequest,
-    InstallRow,
-    Limits,
-    Plan,
-    Rejection,
-    RowMissing,
-    SamplingParams,
-    SequenceKey,
-    SequenceOutput,
-    StatsSnapshot,
-    StepDone,
-    StepOutput,
-    SwapSlotId,
-    Turn,
-    pack_ids,
-)
+from pagemill.messages.frontend import AbortRequest, AddRequest, FinishRequest, Rejection, SequenceOutput, StatsSnapshot, StepOutput
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, StepDone
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
+from scheduler.events import Adopt, Distrust, Effect, Event, Turn
 from scheduler.invariants import check
 from scheduler.keeper import CoreKeeper
+from scheduler.surviving_kv import SurvivingKv
 from tests.helpers.fake_worker import FakeWorker
 
 #: From one scheduler's first epoch to the next one's.
@@ -58,13 +40,14 @@ class CoreDriver:
     def __init__(self, config: CoreConfig | None = None, **numbers: object) -> None:
         config = self._config = config or CoreConfig(**numbers)  # type: ignore[arg-type]
         self.requests: dict[SequenceKey, AddRequest] = {}  #: what the client has asked for and has not seen the end of
-        self._memory = bytearray(directory_bytes(config.num_blocks, config.num_swap_slots))
+        self._memory = memoryview(bytearray(directory_bytes(config.num_blocks, config.num_swap_slots)))
         self._pool_incarnation = 0
         self.failure: Exception | None = None  #: why the core failed last; only one that is expected
         self.expects_failure = False
         self.worker = self._new_worker()
         self.now = 0.0
         self.keeper = self._new_keeper(config.epoch)
+        self._kv = SurvivingKv(self._memory)
         self.outputs: dict[SequenceKey, list[int]] = {}
         self.finished: dict[SequenceKey, SequenceOutput] = {}
         self.rejected: dict[SequenceKey, Rejection] = {}
@@ -76,7 +59,7 @@ class CoreDriver:
         self.plans: list[Plan] = []
         self.log: list[tuple[float, Event, list[Effect]]] = []
         self._next_request = 0
-        self._carry_out(self.keeper.workers_ready(config, None, self.now))
+        self.worker_back()
 
     @property
     def core(self) -> SchedulerCore:
@@ -104,20 +87,28 @@ class CoreDriver:
             if transfer.to_tier == "arena":
                 arena[transfer.to_id] = [(-4, -4, -4)] * self._config.block_size
         worker = self._new_worker()
-        worker.arena, worker.fail, worker.defer, worker.fail_copy = arena, self.worker.fail, self.worker.defer, self.worker.fail_copy
+        worker.arena, worker.fail, worker.defer = arena, self.worker.fail, self.worker.defer
+        worker.fail_copy, worker.cannot_copy = self.worker.fail_copy, self.worker.cannot_copy
         self.worker = worker
         self._pool_incarnation += 1
         self._carry_out(self.keeper.workers_lost(self.now))
 
     def worker_back(self) -> None:
         """Another worker is ready, and there is a core again."""
-        self._carry_out(self.keeper.workers_ready(self._config, self._adopt(), self.now))
+        self._carry_out(self.keeper.workers_ready(self._config, self._kv.open(self._config, self._pool_incarnation), self.now))
+
+    def adoptable(self) -> Adopt:
+        """What another scheduler would adopt now."""
+        adopt = SurvivingKv(self._memory).open(self._config, self._pool_incarnation)
+        assert adopt is not None
+        return adopt
 
     def restart_scheduler(self) -> None:
         """A new scheduler: it meets the old worker, adopts what the directory says, and the client sends everything again."""
         self._forget_answers()
         self.keeper = self._new_keeper((self.keeper.epoch // _EPOCHS + 1) * _EPOCHS)
-        self._carry_out(self.keeper.workers_ready(self._config, self._adopt(), self.now))
+        self._kv = SurvivingKv(self._memory)
+        self.worker_back()
         for key, request in list(self.requests.items()):
             self.handle(msgspec.structs.replace(request, output_ids=pack_ids(self.outputs[key]), resubmitted=True))
 
@@ -127,39 +118,15 @@ class CoreDriver:
 
     def _new_keeper(self, epoch: int) -> CoreKeeper:
         keeper = CoreKeeper(epoch, max_num_held=1000)
-        keeper.on_core, keeper.on_failure = self._on_core, self._on_failure
+        keeper.on_core, keeper.on_failure = lambda core: self._kv.follow(core), self._on_failure
         return keeper
-
-    def _adopt(self) -> Adopt:
-        directory = self._directory()
-        blocks = tuple((BlockId(number), key) for number, key in directory.blocks.entries())
-        slots = tuple((SwapSlotId(number), key) for number, key in directory.slots.entries())
-        return Adopt(blocks, slots, expendable_blocks=tuple(BlockId(number) for number in directory.blocks.expendable()))
-
-    def _directory(self) -> KvDirectory:
-        config = self._config
-        return KvDirectory(
-            memoryview(self._memory),
-            num_blocks=config.num_blocks,
-            num_slots=config.num_swap_slots,
-            block_bytes=config.block_bytes,
-            block_size=config.block_size,
-            pool_incarnation=self._pool_incarnation,
-        )
-
-    def _on_core(self, core: SchedulerCore) -> None:
-        directory = self._directory()
-        core.memory.pool.index.mirror, core.swapping.swap.index.mirror = directory.blocks, directory.slots
 
     def _on_failure(self, error: Exception) -> None:
         """As the shell does it; a failure that nobody planted fails the test."""
         if not self.expects_failure:
             raise error
         self.failure = error
-        self._disown_kv()
-
-    def _disown_kv(self) -> None:
-        self._memory[:] = bytes(len(self._memory))
+        self._kv.disown()
 
     def _forget_answers(self) -> None:
         self.in_flight.clear()
@@ -187,7 +154,7 @@ class CoreDriver:
                 case Distrust():
                     assert self.distrust is None, "it is said once"
                     self.distrust = effect
-                    self._disown_kv()
+                    self._kv.disown()
 
     def add(
         self,

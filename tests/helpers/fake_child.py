@@ -2,9 +2,10 @@
 
 Habits: `good` says Ready (a scheduler at each new worker), then Alive, and obeys Drain; `slow` never says Ready;
 `lying` is a scheduler that says it once more for workers who have ended; `waiting` is one that never has what it waits for;
-`deaf` ignores Drain; `refuse` fails with one line; `crash` raises; `quit` ends with code 0; `stuck` sits in native code
-and reads nothing; `slow_again` is good until it is restarted. On SIGUSR1 `nonsense` says what is no message, and any
-other that worker 0 is stuck, in the incarnation it last heard of.
+`deaf` ignores Drain; `late` ends some time after it; `fail` fails with one line, and `refuse` because it cannot do what is
+asked of it; `crash` raises; `quit` ends with code 0; `stuck` sits in native code and reads nothing; `slow_again` is good
+until it is restarted. On SIGUSR1 `nonsense` says what is no message, and any other that worker 0 is stuck, in the
+incarnation it last heard of.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from types import FrameType
 from pagemill.arena_file import ARENA_NAME, DIRECTORY_NAME
 from pagemill.child import Child, enter
 from pagemill.config import SchedulerConfig
-from pagemill.messages import Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Progress, Reload, Stuck
+from pagemill.messages.control import Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Progress, Reload, Stuck
 from pagemill.telemetry import get_logger
 
+#: More than a launcher grants those it has killed, and less than those it has asked to end.
+LATE_S = 2.5
 log = get_logger("fake_child")
 
 
@@ -43,8 +46,10 @@ def main() -> None:
         inheritable=[fd for fd in memory if os.get_inheritable(fd)],
     )
     match habit:
-        case "refuse":
+        case "fail":
             child.fail("the model is\nmade of cheese")
+        case "refuse":
+            child.refuse("the model is\nmade of cheese")
         case "crash":
             raise RuntimeError("something broke")
         case "quit":
@@ -86,6 +91,7 @@ class FakeChild:
             while (message := self._child.receive()) is not None:
                 self._note(message)
                 if isinstance(message, Drain) and self._habit != "deaf":
+                    select.select([], [], [], LATE_S if self._habit == "late" else 0.0)
                     return False
         except BlockingIOError:
             return True

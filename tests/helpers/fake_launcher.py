@@ -19,8 +19,8 @@ from pagemill import injection, telemetry
 from pagemill.arena_file import kept_arena, kept_directory
 from pagemill.config import SchedulerConfig
 from pagemill.errors import UsageError
-from pagemill.launcher import ChildDied, Launcher, Reloaded
-from pagemill.messages import NONE
+from pagemill.ids import NONE
+from pagemill.launcher import EXIT_GRACE_S, ChildDied, Launcher, Reloaded
 from pagemill.process import ProcessSpec
 from pagemill.reporting import LogReporter
 from pagemill.run_directory import run_directory
@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--start-limit", type=float, default=60.0)
     parser.add_argument("--restart-limit", type=int, default=5)
     parser.add_argument("--drain-timeout", type=float, default=5.0)
+    parser.add_argument("--exit-grace", type=float, default=EXIT_GRACE_S)
     parser.add_argument("--inject", action="append", default=[])
     parser.add_argument("--reload", type=Path, default=None)
     parser.add_argument("children", nargs="+", metavar="KIND:HABIT")
@@ -73,12 +74,16 @@ def main() -> int:
             reload=make_reload(arguments.reload, specs) if arguments.reload is not None else None,
             silence_limit_s=arguments.silence_limit,
             start_limit_s=arguments.start_limit,
+            exit_grace_s=arguments.exit_grace,
         )
         try:
             launcher.run()
         except ChildDied as death:
             print(f"pagemill: {death}", file=sys.stderr)
             return 1
+        except UsageError as error:
+            print(f"pagemill: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

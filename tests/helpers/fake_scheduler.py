@@ -24,34 +24,27 @@ import zmq
 
 from pagemill import PROTOCOL_VERSION
 from pagemill.channels import Channel, ChannelError
-from pagemill.messages import (
-    NONE,
+from pagemill.ids import NONE, num_ids, unpack_ids
+from pagemill.messages.debug_state import BlockCounts, DebugState, InvariantReport, SwapSlotCounts
+from pagemill.messages.decisions import Decision, VictimPrice
+from pagemill.messages.frontend import (
     AbortRequest,
     AddRequest,
-    BlockCounts,
-    DebugState,
     DebugStateQuery,
     DebugStateReply,
-    Decision,
     DecisionsQuery,
     DecisionsReply,
-    FinishReason,
     FinishRequest,
     FrontendToScheduler,
-    Hello,
-    InvariantReport,
     Rejection,
     SchedulerReady,
     SchedulerToFrontend,
-    SequenceKey,
     SequenceOutput,
     StatsSnapshot,
     StepOutput,
-    SwapSlotCounts,
-    TokenLogprobs,
-    VictimPrice,
-    unpack_ids,
 )
+from pagemill.messages.sequences import FinishReason, SequenceKey, TokenLogprobs
+from pagemill.messages.wire import Hello
 from pagemill.run_directory import socket_address
 
 TOKEN = b"0123456789abcdef"
@@ -101,7 +94,7 @@ def tokens(ids: list[int], finish: FinishReason = "length") -> list[Step]:
 
 def counting(request: AddRequest) -> list[Step]:
     """As many tokens as allowed, printable and different from each other."""
-    start = len(request.prompt_ids) // 4 + request.key.choice
+    start = num_ids(request.prompt_ids) + request.key.choice
     logprob = logprobs_of(-1.0, {index: -1.0 - index for index in range(request.sampling.num_logprobs)}) if request.sampling.num_logprobs != NONE else None
     steps = tokens([20 + (start + index) % 400 for index in range(request.limits.max_tokens)])
     return steps if logprob is None else [replace(step, logprobs=(logprob,)) for step in steps]
@@ -312,7 +305,7 @@ class FakeScheduler:
                     rejection = Rejection(message.key, script.reason, script.required, script.available)  # type: ignore[arg-type]
                     self._channel.send(StepOutput(self._index, self.epoch, (), (rejection,)))
                 else:
-                    num_received = len(message.output_ids) // 4
+                    num_received = num_ids(message.output_ids)
                     self._live.setdefault(message.key, _Live(message, after(script, num_received), num_received))
             case FinishRequest() | AbortRequest():
                 self._end(message.key)

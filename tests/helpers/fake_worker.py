@@ -17,7 +17,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pagemill.messages import NO_PLAN, InstallRow, KvGroup, Plan, RowMissing, RowResult, SamplingParams, Slice, StepDone, Transfer, TransferDone, unpack_ids
+from pagemill.ids import NO_PLAN, unpack_ids
+from pagemill.messages.sequences import KvGroup, SamplingParams
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, RowResult, Slice, StepDone, Transfer, TransferDone
 
 
 @dataclass
@@ -69,6 +71,7 @@ class FakeWorker:
         self.done: list[TransferDone] = []  #: carried out and not yet told
         self.told_before_plan: dict[int, int] = {}  #: transfer that a forward waited for -> its plan, whose answer comes after
         self.fail_copy: Callable[[Transfer], bool] = lambda transfer: False  #: of those
+        self.cannot_copy: Callable[[Transfer], bool] = lambda transfer: False  #: of all, whenever they are carried out
         self.groups = tuple(groups)
         self.num_positions = 0
         self.epoch = 0
@@ -112,25 +115,26 @@ class FakeWorker:
         """Does what the forward waits for. Returns the blocks that were to arrive and did not."""
         broken: set[int] = set()
         for transfer in [transfer for transfer in plan.transfers if transfer.needed_by == plan.plan_id]:
-            ok = not self.fail_copy(transfer)
-            self.carry_out(transfer, plan.epoch, ok=ok)
+            ok = self.carry_out(transfer, plan.epoch, ok=not self.fail_copy(transfer))
             self.told_before_plan[transfer.transfer_id] = plan.plan_id
             if not ok and transfer.to_tier == "device":
                 broken.add(transfer.to_id)
         return broken
 
-    def carry_out(self, transfer: Transfer, epoch: int, *, ok: bool = True) -> None:
-        """Does one pending transfer, after those before it that name its block or its slot."""
+    def carry_out(self, transfer: Transfer, epoch: int, *, ok: bool = True) -> bool:
+        """Does one pending transfer, after those before it that name its block or its slot. False if that fails."""
         place = self.transfers.index(transfer)
         for earlier in self.transfers[:place]:
             if {_block(earlier), _slot(earlier)} & {_block(transfer), _slot(transfer)}:
                 self.carry_out(earlier, epoch)
         self.transfers.remove(transfer)
+        ok = ok and not self.cannot_copy(transfer)
         source = self.pool[transfer.from_id] if transfer.from_tier == "device" else self.arena[transfer.from_id]
         content = list(source) if ok else [(-2, -2, -2)] * self.block_size
         (self.arena if transfer.to_tier == "arena" else self.pool)[transfer.to_id] = content
         failed_on = -1 if ok else transfer.transfer_id % self.num_ranks
         self.done += [TransferDone(epoch, rank, (transfer.transfer_id,), rank != failed_on, 1e-6) for rank in range(self.num_ranks)]
+        return ok
 
     def _run_slice(self, piece: Slice, plan_id: int) -> RowResult | None:
         row = self.rows[piece.row]
@@ -191,4 +195,9 @@ def _block(transfer: Transfer) -> tuple[str, int]:
 
 
 def _slot(transfer: Transfer) -> tuple[str, int]:
-    return ("slot", transfer.from_id if transfer.from_tier == "arena" else transfer.to_id)
+    return ("slot", slot_of(transfer))
+
+
+def slot_of(transfer: Transfer) -> int:
+    """The place in the arena that it reads or writes."""
+    return transfer.from_id if transfer.from_tier == "arena" else transfer.to_id

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from pagemill.ids import BEHIND, pack_ids
 from pagemill.kv_groups import first_live_block
-from pagemill.messages import BEHIND, pack_ids
 from tests.helpers.plans import install, piece
 from workers.inputs import build_inputs
 from workers.loader import Loaded

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagemill.messages import NO_PLAN, InstallRow, Plan, PlanId, RowId, SamplingParams, SeqId, Slice, Transfer, pack_ids
+from pagemill.ids import NO_PLAN, PlanId, RowId, SeqId, pack_ids
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import InstallRow, Plan, Slice, Transfer
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -15,30 +15,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from pagemill.messages import (
-    NO_PLAN,
-    AbortRequest,
-    Effect,
-    Event,
-    FinishRequest,
-    InstallRow,
-    KvGroup,
-    PeerLost,
-    Plan,
-    PlanId,
-    Preempt,
-    RowId,
-    RowMissing,
-    SamplingParams,
-    SequenceKey,
-    StepDone,
-    TransferDone,
-    VictimKind,
-)
+from pagemill.ids import NO_PLAN, PlanId, RowId
+from pagemill.messages.control import PeerLost
+from pagemill.messages.decisions import VictimKind
+from pagemill.messages.frontend import AbortRequest, FinishRequest
+from pagemill.messages.sequences import KvGroup, SamplingParams, SequenceKey
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, StepDone, TransferDone
 from scheduler.core_config import CoreConfig
+from scheduler.events import Effect, Event, Preempt
 from scheduler.policies import load_policies
 from tests.helpers.core_driver import CoreDriver
-from tests.helpers.fake_worker import expected_tokens
+from tests.helpers.fake_worker import expected_tokens, slot_of
 
 VOCAB = 32
 POLICIES = sorted(load_policies())
@@ -83,6 +70,7 @@ class Walk:
         self._reads_priority = self.driver.core.policy.READS_PRIORITY
         self.longest = min(self.driver.core.config.max_model_len, self.driver.core.memory.capacity_tokens())
         self.driver.auto_transfers = self.random.random() < 0.3
+        self._break_slots()
         #: Few prompt beginnings, so that prefixes are shared.
         self.stems = [[self.random.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         self.asked: dict[SequenceKey, tuple[list[int], SamplingParams, int, int, int]] = {}
@@ -236,6 +224,14 @@ class Walk:
 
     def _let_rows_defer(self) -> None:
         self.driver.worker.defer = lambda row, version: (row + version) % 3 == 0
+
+    def _break_slots(self) -> None:
+        """In one world of four some slots, or all, can never be read, written, or either."""
+        dice, num_slots = self.random, self.driver.core.config.num_swap_slots
+        if num_slots and dice.random() < 0.25:
+            broken = set(dice.sample(range(num_slots), dice.choice((1, 1 + num_slots // 2, num_slots))))
+            tiers = dice.choice((("arena",), ("device",), ("arena", "device")))
+            self.driver.worker.cannot_copy = lambda transfer: transfer.from_tier in tiers and slot_of(transfer) in broken
 
     def _let_copies_fail(self) -> None:
         self.driver.worker.fail_copy = lambda transfer: transfer.transfer_id % 5 == 0

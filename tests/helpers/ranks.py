@@ -21,7 +21,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from pagemill.messages import NONE, SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
+from pagemill.ids import NONE
+from pagemill.messages.worker import SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
 from scripts.lib.offline import OfflineEngine, offline_config
 from workers.loader import Loaded, OnProgress, load
 from workers.parallel import TensorParallel, open_group

@@ -23,29 +23,13 @@ from pagemill import PROTOCOL_VERSION
 from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.control import ControlSocket, control_pair
+from pagemill.ids import NONE
 from pagemill.keys import root_key
-from pagemill.messages import (
-    NONE,
-    AddRequest,
-    ChildToLauncher,
-    FrontendToScheduler,
-    Hello,
-    LauncherToChild,
-    Limits,
-    PeerLost,
-    PeerUp,
-    Plan,
-    ProcessKind,
-    RowResult,
-    SamplingParams,
-    SchedulerToFrontend,
-    SchedulerToWorker,
-    SequenceKey,
-    Start,
-    StepDone,
-    WorkerReady,
-    WorkerToScheduler,
-)
+from pagemill.messages.control import ChildToLauncher, LauncherToChild, PeerLost, PeerUp, Start
+from pagemill.messages.frontend import AddRequest, FrontendToScheduler, SchedulerToFrontend
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
+from pagemill.messages.wire import Hello, ProcessKind
+from pagemill.messages.worker import Plan, RowResult, SchedulerToWorker, StepDone, WorkerReady, WorkerToScheduler
 from scheduler.process import SchedulerProcess
 from tests.helpers.fake_launcher import CONFIG
 

@@ -25,9 +25,10 @@ def run_bench(name: str, arguments: Sequence[object], capsys: pytest.CaptureFixt
     return read_lines(capsys.readouterr().out)
 
 
-def load_bench(name: str) -> Any:
-    """The script as a module: its file has no suffix, so the loader must be named."""
-    spec = spec_from_loader(f"scripts.{name}", SourceFileLoader(f"scripts.{name}", str(SCRIPTS / name)))
+def load_bench(name: str, *, as_program: bool = False) -> Any:
+    """The script as a module, or as a program, which it is when it is `__main__`: its file has no suffix, so the loader must be named."""
+    module_name = "__main__" if as_program else f"scripts.{name}"
+    spec = spec_from_loader(module_name, SourceFileLoader(module_name, str(SCRIPTS / name)))
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pagemill.messages import NONE, Preempt, SamplingParams, SequenceKey, Transfer, VictimKind
+from pagemill.ids import NONE
+from pagemill.messages.decisions import VictimKind
+from pagemill.messages.sequences import SamplingParams, SequenceKey
+from pagemill.messages.worker import Transfer
+from scheduler.events import Preempt
 from scheduler.sequence import Sequence
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.block_pool import BlockPool
 from kvstore.id_pool import PoolExhausted
-from pagemill.messages import NO_PLAN, BlockId, PlanId
+from pagemill.ids import NO_PLAN, BlockId, PlanId
 
 
 def places(pool: BlockPool) -> dict[str, int]:
@@ -140,13 +140,13 @@ def test_a_block_is_reclaimable_while_only_weak_references_are_left() -> None:
     pool = BlockPool(2)
     block = pool.allocate()
     pool.weaken(block)
-    assert (pool.num_reclaimable, pool.num_strong(block), pool.num_obtainable) == (1, 0, 1), "held all the same"
+    assert (pool.num_reclaimable, pool.num_strong_to_free(block), pool.num_obtainable) == (1, 0, 1), "held all the same"
     pool.reference(block)
-    assert (pool.num_reclaimable, pool.num_strong(block)) == (0, 1)
+    assert (pool.num_reclaimable, pool.num_strong_to_free(block)) == (0, 1)
     pool.release(block)
     assert pool.num_reclaimable == 1
     pool.strengthen(block)
-    assert (pool.num_reclaimable, pool.num_strong(block)) == (0, 1)
+    assert (pool.num_reclaimable, pool.num_strong_to_free(block)) == (0, 1)
     pool.release(block)
     assert pool.num_free == 2
 
@@ -203,12 +203,12 @@ def test_a_leaving_block_that_is_wanted_again_is_not_overwritten_before_its_copy
     if closed:
         pool.close_plan()
     pool.reference(block)
-    assert (pool.count(block), pool.copied(), pool.num_leaving) == (2, {block: 7}, 0)
+    assert (pool.count(block), pool.copied(), pool.num_leaving) == (2, [(7, block)], 0)
     pool.close_plan()
     pool.release(block)
     assert pool.num_obtainable == 0
     pool.departed(block, 7)
-    assert (pool.num_cached, pool.copied()) == (1, {})
+    assert (pool.num_cached, pool.copied()) == (1, [])
 
 
 def shared() -> tuple[BlockPool, BlockId]:
@@ -217,14 +217,14 @@ def shared() -> tuple[BlockPool, BlockId]:
     block = pool.allocate()
     pool.reference(block)
     assert not pool.leave(block, 7)
-    assert (pool.count(block), pool.num_leaving, pool.copied(), pool.num_leaving_with(block)) == (2, 0, {block: 7}, 1)
+    assert (pool.count(block), pool.num_leaving, pool.copied(), pool.num_to_free(block)) == (2, 0, [(7, block)], 1)
     return pool, block
 
 
 def test_a_shared_block_that_one_gives_up_is_held_by_the_copy_and_by_the_other() -> None:
     pool, block = shared()
     pool.close_plan()
-    assert pool.num_leaving_with(block) == 0
+    assert pool.num_to_free(block) == 2
     pool.release(block)
     assert pool.num_obtainable == 0
     pool.departed(block, 7)
@@ -238,10 +238,44 @@ def test_a_shared_block_is_leaving_when_the_last_one_gives_it_up_in_the_same_pla
         pool.weaken(block)
         pool.strengthen(block)
     pool.release(block)
-    assert (pool.num_obtainable, pool.num_leaving, pool.copied()) == (1, 1, {})
+    assert (pool.num_obtainable, pool.num_leaving, pool.copied()) == (1, 1, [])
     assert pool.take_leaving() == (block, 7)
     pool.departed(block, 7)
     assert pool.count(block) == 1, "the copy is done, but somebody else has the block by now"
+
+
+def test_a_shared_block_that_is_copied_twice_waits_for_both_copies() -> None:
+    pool, block = shared()
+    pool.reference(block)
+    pool.close_plan()
+    assert not pool.leave(block, 8), "the first copy is of no use to this one"
+    pool.close_plan()
+    pool.release(block)
+    for transfer_id, num_left in ((7, 1), (8, 0)):
+        pool.departed(block, transfer_id)
+        assert pool.count(block) == num_left
+    assert pool.num_free == 1
+
+
+def test_of_what_keeps_a_block_from_being_obtainable_strong_references_are_told_apart() -> None:
+    pool, block = shared()
+    pool.reference(block)
+    pool.weaken(block)
+    assert (pool.num_to_free(block), pool.num_strong_to_free(block)) == (2, 1)
+
+
+def test_that_a_copy_was_in_vain_is_known_until_the_block_is_overwritten() -> None:
+    pool = BlockPool(1)
+    for number in range(2):
+        block = pool.allocate()
+        assert not pool.was_copied_in_vain(block)
+        pool.copied_in_vain(block)
+        pool.index.insert(b"k%d" % number, block)
+        pool.release(block)
+        assert pool.was_copied_in_vain(block)
+    pool.leave_cached(block, 3)
+    assert pool.take_leaving() == (block, 3)
+    assert not pool.was_copied_in_vain(block)
 
 
 def test_a_block_that_a_plan_in_flight_reads_waits_for_that_plan_though_its_copy_was_ordered_now() -> None:

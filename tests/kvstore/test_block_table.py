@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.block_table import BlockTable, blocks_for
-from pagemill.messages import BEHIND, BlockId, unpack_ids
+from pagemill.ids import BEHIND, BlockId, unpack_ids
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])

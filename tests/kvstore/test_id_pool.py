@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.id_pool import IdPool, PoolExhausted
-from pagemill.messages import PlanId, SwapSlotId
+from pagemill.ids import PlanId, SwapSlotId
 
 
 def pool_with_cached(names: str, total: int = 4) -> tuple[IdPool[SwapSlotId], dict[str, SwapSlotId]]:

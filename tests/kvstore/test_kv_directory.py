@@ -9,7 +9,7 @@ import pytest
 from kvstore.block_pool import BlockPool
 from kvstore.kv_directory import KvDirectory, directory_bytes
 from kvstore.swap_space import SwapSpace
-from pagemill.messages import NO_PLAN, BlockId, SwapSlotId
+from pagemill.ids import NO_PLAN, BlockId, SwapSlotId
 
 KEYS = [bytes([number]) * 32 for number in range(1, 8)]
 GEOMETRY: dict[str, Any] = {"num_blocks": 4, "num_slots": 3, "block_bytes": 4096, "block_size": 16}

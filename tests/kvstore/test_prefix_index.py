@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.prefix_index import PrefixIndex
-from pagemill.messages import BlockId
+from pagemill.ids import BlockId
 
 
 def test_the_first_block_of_a_key_wins() -> None:

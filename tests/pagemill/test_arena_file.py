@@ -9,7 +9,7 @@ import pytest
 
 from pagemill.arena_file import DIRECTORY_BYTES, SLOT_ALIGNMENT_BYTES, create_arena, kept_arena, kept_directory, slot_bytes_for
 from pagemill.errors import UsageError
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 
 SIZE = 16 * SLOT_ALIGNMENT_BYTES
 

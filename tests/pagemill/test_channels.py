@@ -14,25 +14,13 @@ import zmq
 
 from pagemill import PROTOCOL_VERSION
 from pagemill.channels import Channel, ChannelError
-from pagemill.messages import (
-    AbortRequest,
-    BlockCounts,
-    DebugState,
-    DebugStateQuery,
-    DebugStateReply,
-    FrontendToScheduler,
-    Hello,
-    InvariantReport,
-    Message,
-    PeerLost,
-    PlanId,
-    RowId,
-    RowMissing,
-    SchedulerToFrontend,
-    SequenceKey,
-    StepOutput,
-    SwapSlotCounts,
-)
+from pagemill.ids import PlanId, RowId
+from pagemill.messages.control import PeerLost
+from pagemill.messages.debug_state import BlockCounts, DebugState, InvariantReport, SwapSlotCounts
+from pagemill.messages.frontend import AbortRequest, DebugStateQuery, DebugStateReply, FrontendToScheduler, SchedulerToFrontend, StepOutput
+from pagemill.messages.sequences import SequenceKey
+from pagemill.messages.wire import Hello, Message
+from pagemill.messages.worker import RowMissing
 
 Bound = Channel[SchedulerToFrontend, FrontendToScheduler]
 Connected = Channel[FrontendToScheduler, SchedulerToFrontend]

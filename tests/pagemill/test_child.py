@@ -20,22 +20,9 @@ from pagemill import injection
 from pagemill.child import Child
 from pagemill.config import SchedulerConfig
 from pagemill.control import ControlSocket, control_pair
+from pagemill.ids import NONE
 from pagemill.injection import InjectedFault
-from pagemill.messages import (
-    NONE,
-    Alive,
-    ChildToLauncher,
-    Drain,
-    Failed,
-    LauncherToChild,
-    PeerLost,
-    PeerUp,
-    Progress,
-    Ready,
-    Reload,
-    Start,
-    Stuck,
-)
+from pagemill.messages.control import Alive, ChildToLauncher, Drain, Failed, LauncherToChild, PeerLost, PeerUp, Progress, Ready, Reload, Start, Stuck
 from tests.helpers.fake_launcher import CONFIG
 from tests.helpers.server import ROOT, title_of, wait_for
 
@@ -133,12 +120,13 @@ def test_a_launcher_that_is_gone_before_the_first_frame_ends_it() -> None:
         assert process.wait(30) == 1
 
 
-def test_what_it_cannot_do_is_told_in_one_line() -> None:
-    with child("refuse") as (process, control):
+@pytest.mark.parametrize(("habit", "code"), [("fail", 1), ("refuse", 2)])
+def test_what_it_cannot_do_is_told_in_one_line_and_whether_it_could_ever_work_in_the_exit_code(habit: str, code: int) -> None:
+    with child(habit) as (process, control):
         control.send(start())
         assert control.receive() == Failed(message="the model is made of cheese")
         assert "Traceback" not in process.communicate(timeout=10)[1]
-        assert process.returncode == 1
+        assert process.returncode == code
 
 
 def test_an_exception_is_logged_in_full_and_told_in_one_line() -> None:

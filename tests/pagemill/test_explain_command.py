@@ -78,6 +78,15 @@ def test_one_request_is_searched_for_in_all_that_the_server_keeps(server: FakeOp
     assert server.limits == ["1000", "1000", "1000"]
 
 
+def test_a_part_of_all_decisions_is_called_one(server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    server.preemptions = msgspec.json.encode(PreemptionReport(103.75, DECISIONS[1:]))
+    explain(server.url, "--limit", "2")
+    assert "\nNewest 2 of 3 decisions (start 1, growth 1).\n" in capsys.readouterr().out
+    server.preemptions = msgspec.json.encode(REPORT)
+    explain(server.url, "--request", "cmpl-second", "--limit", "1")
+    assert "Newest 1 of 2 decisions (growth 1)." in capsys.readouterr().out
+
+
 def test_programs_get_json(server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(server.url, "--json", "--request", "cmpl-third") == 0
     shown = json.loads(capsys.readouterr().out)

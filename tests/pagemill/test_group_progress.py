@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill.group_progress import GroupProgress, group_name
-from pagemill.messages import Progress
+from pagemill.messages.control import Progress
 
 
 def shown(group: GroupProgress, rank: int, phase: str, fraction: float, detail: str = "", incarnation: int = 0) -> tuple[str, float, str]:

@@ -14,7 +14,7 @@ import structlog
 
 from pagemill import injection
 from pagemill.errors import UsageError
-from pagemill.injection import POINTS, InjectedFault, arm, is_armed, parse_fault, reach
+from pagemill.injection import POINTS, InjectedFault, arm, parse_fault, reach
 from tests.helpers.server import ROOT
 
 POINT = "worker.forward"
@@ -40,7 +40,6 @@ def strikes(times: int, token_ids: tuple[int, ...] = ()) -> list[int]:
 
 def test_without_faults_every_point_does_nothing() -> None:
     assert [reach(point) for point in POINTS] == [False] * len(POINTS)
-    assert not is_armed(POINT)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,6 @@ def test_without_faults_every_point_does_nothing() -> None:
 def test_a_fault_strikes_when_it_was_asked_to(fault: str, incarnation: int, struck: list[int]) -> None:
     arm([f"{POINT}={fault}"], incarnation=incarnation)
     assert not reach(OTHER)
-    assert is_armed(POINT) >= bool(struck)
     assert strikes(4, token_ids=(6, 7)) == struck
 
 
@@ -85,7 +83,6 @@ def test_several_faults_of_one_point_each_have_their_time_and_are_replaced_by_th
     assert reach(POINT)
     assert strikes(3) == [1, 3]
     arm([], incarnation=0)
-    assert not is_armed(POINT)
     assert strikes(4) == []
 
 

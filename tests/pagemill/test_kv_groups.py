@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill.kv_groups import first_live_block, group_layers, kv_groups, longest_sequence, peak_blocks, pool_capacity
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 
 
 def test_layers_of_one_kind_are_one_group() -> None:

@@ -16,7 +16,7 @@ from tests.helpers.started_launcher import GOOD, Start
 
 
 def test_who_does_not_listen_is_killed(start: Start) -> None:
-    fake = start("frontend:good", "worker:stuck", "scheduler:deaf")
+    fake = start("--exit-grace", "1", "frontend:good", "worker:stuck", "scheduler:deaf")
     fake.wait_for_event("ready")
     fake.process.terminate()
     assert fake.wait() == 0
@@ -24,10 +24,18 @@ def test_who_does_not_listen_is_killed(start: Start) -> None:
     assert fake.living() == []
 
 
+def test_who_takes_a_while_to_end_is_not_killed(start: Start) -> None:
+    fake = start("frontend:good", "worker:late", "scheduler:good")
+    fake.wait_for_event("ready")
+    fake.process.terminate()
+    assert fake.wait() == 0
+    assert fake.events("process_killed") == []
+
+
 @pytest.mark.parametrize(
     ("habit", "says"),
     [
-        ("refuse", "pagemill: worker 0: the model is made of cheese"),
+        ("fail", "pagemill: worker 0: the model is made of cheese"),
         ("quit", "pagemill: worker 0 ended unasked"),
     ],
 )
@@ -35,6 +43,13 @@ def test_a_child_that_ends_stops_everything_and_is_named(start: Start, habit: st
     fake = start("frontend:good", f"worker:{habit}", "scheduler:good")
     assert fake.wait() == 1
     assert fake.log.splitlines()[-1] == says
+    assert list(fake.run_directories.iterdir()) == []
+
+
+def test_a_child_that_cannot_do_what_was_asked_is_no_death_but_a_wrong_request(start: Start) -> None:
+    fake = start("frontend:good", "worker:refuse", "scheduler:good")
+    assert fake.wait() == 2
+    assert fake.log.splitlines()[-1] == "pagemill: worker 0: the model is made of cheese"
     assert list(fake.run_directories.iterdir()) == []
 
 
@@ -57,7 +72,7 @@ def test_during_a_drain_whatever_streams_need_is_repaired_and_frontends_are_not(
 
 
 def test_one_death_more_than_is_allowed_ends_a_drain(start: Start) -> None:
-    fake = start("--restart-limit", "0", "--drain-timeout", "100", "frontend:deaf", "worker:good", "scheduler:good")
+    fake = start("--exit-grace", "1", "--restart-limit", "0", "--drain-timeout", "100", "frontend:deaf", "worker:good", "scheduler:good")
     fake.wait_for_event("ready")
     fake.process.terminate()
     fake.wait_for_event("drain")
@@ -112,7 +127,7 @@ def test_what_does_not_become_ready_again_is_a_death_and_runs_into_the_limit(sta
 
 
 def test_who_stops_saying_that_it_is_alive_is_replaced(start: Start) -> None:
-    fake = start("--silence-limit", "2.5", "frontend:good", "worker:stuck", "scheduler:good")
+    fake = start("--exit-grace", "1", "--silence-limit", "2.5", "frontend:good", "worker:stuck", "scheduler:good")
     fake.wait_for_event("ready")
     for kind in ("frontend", "scheduler"):
         fake.child(f"{kind} 0").suspend()

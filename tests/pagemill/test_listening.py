@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from pagemill.errors import UsageError
-from pagemill.listening import bind, is_loopback, url_of
+from pagemill.listening import bind, url_of
 
 
 def has_ipv6() -> bool:
@@ -57,11 +57,3 @@ def test_ipv6_is_served_and_its_address_bracketed() -> None:
 def test_an_address_of_another_machine_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="--host accepts an address or name of this machine"):
         bind(host, 0, has_key=True)
-
-
-@pytest.mark.parametrize(
-    ("address", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.1", False), ("::", False)],
-)
-def test_loopback_is_recognised_in_every_dress(address: str, loopback: bool) -> None:
-    assert is_loopback(address) is loopback

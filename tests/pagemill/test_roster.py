@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 from tests.helpers.server import wait_for
 from tests.helpers.started_launcher import GOOD, Start, StartedLauncher
 

@@ -9,7 +9,7 @@ import pytest
 
 from pagemill.config import ServeOptions
 from pagemill.errors import UsageError
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 from pagemill.serve import process_specs, read_secrets
 from tests.pagemill.test_resolve import settled
 

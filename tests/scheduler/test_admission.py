@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pagemill.messages import AddRequest
+from pagemill.messages.frontend import AddRequest
 from scheduler.core_config import CoreConfig
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.prompts import prompt

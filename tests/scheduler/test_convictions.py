@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagemill.messages import AddRequest, Limits, SamplingParams, SequenceKey, pack_ids
+from pagemill.ids import pack_ids
+from pagemill.messages.frontend import AddRequest
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
 from scheduler.convictions import MAX_CONVICTIONS, REMEMBERED_S, Convictions
 
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import KvGroup, PeerLost, Plan, StepOutput, Turn
+from pagemill.messages.control import PeerLost
+from pagemill.messages.frontend import StepOutput
+from pagemill.messages.sequences import KvGroup
+from pagemill.messages.worker import Plan
 from scheduler.core import SchedulerCore
+from scheduler.events import Turn
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.prompts import expected, prompt

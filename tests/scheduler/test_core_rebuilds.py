@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pagemill.messages import AbortRequest, FinishRequest, RowResult, SamplingParams, SequenceKey, StepOutput
+from pagemill.messages.frontend import AbortRequest, FinishRequest, StepOutput
+from pagemill.messages.sequences import SamplingParams, SequenceKey
+from pagemill.messages.worker import RowResult
 from scheduler.core import SchedulerCore
+from scheduler.events import Adopt
 from scheduler.sequence import Sequence
 from tests.helpers.core_driver import CoreDriver, break_core
 from tests.helpers.fake_worker import expected_tokens
@@ -64,11 +67,11 @@ def test_tokens_that_were_drawn_and_not_sent_are_drawn_again() -> None:
     engine = driver()
     keys = [engine.add(PROMPT[:length]) for length in (5, 11)]
     engine.step()
-    retire = engine.core.results.on_end
+    core = engine.core
     engine.core.results._outputs.emit = None  # type: ignore[assignment,method-assign]
     engine.expects_failure = True
     engine.step()
-    assert engine.core.results.on_end is not retire, "a new core"
+    assert engine.core is not core
     engine.run()
     assert [engine.outputs[key] for key in keys] == [expected(PROMPT[:length]) for length in (5, 11)]
 
@@ -117,7 +120,7 @@ def test_a_rebuilt_core_believes_nothing_that_the_old_one_said_of_kv() -> None:
     break_core(engine, "Turn")
     engine.turn()
     assert (engine.core.memory.pool.num_cached, engine.core.swapping.swap.num_cached) == (0, 0)
-    assert engine._adopt().blocks == ()
+    assert engine.adoptable() == Adopt((), ())
 
 
 def test_books_that_do_not_balance_are_found_by_the_audit() -> None:

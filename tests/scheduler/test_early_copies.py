@@ -151,6 +151,36 @@ def test_an_idle_engine_comes_to_rest(num_slots: int) -> None:
     assert_nothing_held(driver)
 
 
+def test_an_idle_engine_whose_early_copies_fail_tries_each_once_and_comes_to_rest() -> None:
+    driver = manual_driver(num_blocks=6, num_swap_slots=64)
+    driver.auto_transfers = True
+    driver.worker.cannot_copy = lambda transfer: transfer.to_tier == "arena"
+    for stem in range(4):
+        start(driver, prompt(9, stem), max_tokens=4)
+        driver.run(limit=50)
+    num_copies = early_copies(driver)
+    assert num_copies > 0
+    for _ in range(10):
+        driver.turn()
+        assert not driver.in_flight
+    assert early_copies(driver) == num_copies
+    assert driver.core.swapping.swap.num_free == 64, "nothing is named that was not copied"
+
+
+def test_a_block_with_another_content_is_copied_early_though_the_copy_of_the_former_failed() -> None:
+    driver = manual_driver(num_blocks=6, num_swap_slots=64)
+    driver.auto_transfers = True
+    driver.worker.cannot_copy = lambda transfer: transfer.to_tier == "arena"
+    start(driver, prompt(9), max_tokens=4)
+    driver.run(limit=50)
+    num_plans, failed = len(driver.plans), {transfer.from_id for plan in driver.plans for transfer in plan.transfers}
+    assert failed
+    driver.worker.cannot_copy = lambda transfer: False
+    start(driver, prompt(21, stem=1), max_tokens=3)
+    driver.run(limit=50)
+    assert failed & {transfer.from_id for plan in driver.plans[num_plans + 1 :] for transfer in plan.transfers}
+
+
 def test_an_early_copy_saves_the_later_preemption_its_bytes() -> None:
     driver = manual_driver(num_blocks=9, num_swap_slots=32, max_num_seqs=2)
     driver.auto_transfers = True

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pagemill.messages import BEHIND, NONE, BlockId, KvGroup, PlanId, Preempt, RowId
+from pagemill.ids import BEHIND, NONE, BlockId, PlanId, RowId
+from pagemill.messages.sequences import KvGroup
 from scheduler.core import SchedulerCore
 from scheduler.debug_state import debug_state
+from scheduler.events import Preempt
 from scheduler.invariants import InvariantError, check
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import CoreDriver

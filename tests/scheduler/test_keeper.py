@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import AddRequest, Drain, Effect, Event, PeerLost, Preempt, SamplingParams, StatsSnapshot, Turn
+from pagemill.messages.control import Drain, PeerLost
+from pagemill.messages.frontend import AddRequest, StatsSnapshot
+from pagemill.messages.sequences import SamplingParams
 from scheduler.core import SchedulerCore
+from scheduler.events import Effect, Event, Preempt, Turn
 from tests.helpers.core_driver import CoreDriver, break_core
 from tests.helpers.fake_worker import expected_tokens
 
@@ -112,6 +115,25 @@ def test_who_waits_for_workers_does_not_wait_for_longer_than_it_said() -> None:
     engine.worker_back()
     engine.run()
     assert set(engine.finished) == {started, patient}
+
+
+@pytest.mark.parametrize("expires", ["without a core", "in the next core"])
+@pytest.mark.parametrize("comes_to", ["no core", "a core that is lost"])
+def test_a_stream_begun_by_a_former_scheduler_is_never_refused_for_having_waited(comes_to: str, expires: str) -> None:
+    engine = driver()
+    begun = expected([1, 2, 3])[:1]
+    if comes_to == "no core":
+        engine.lose_worker()
+    key = engine.add([1, 2, 3], output=begun, max_queue_s=0.5)
+    if comes_to == "a core that is lost":
+        engine.lose_worker()
+    engine.now += 1.0
+    if expires == "without a core":
+        engine.turn()
+    engine.worker_back()
+    engine.run()
+    assert engine.rejected == {}
+    assert engine.outputs[key] == expected([1, 2, 3])
 
 
 def test_without_a_core_prompt_tokens_that_wait_are_bounded() -> None:

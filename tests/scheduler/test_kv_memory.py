@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from scheduler.kv_memory import KvMemory
 from scheduler.sequence import Sequence
 from tests.helpers.core_driver import CoreDriver

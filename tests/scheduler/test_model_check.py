@@ -11,15 +11,19 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pagemill.messages import AbortRequest, Preempt, SequenceKey, Turn
+from pagemill.messages.frontend import AbortRequest
+from pagemill.messages.sequences import SequenceKey
 from scheduler.core import SchedulerCore
+from scheduler.events import Preempt, Turn
 from scripts.lib.core_snapshot import Snapshot
 from scripts.lib.core_state import Outlook, state_key
 from scripts.lib.model_check import Explorer, LawBroken, World
 from scripts.lib.model_worlds import suite_worlds
 
 WORLDS = {world.name: world for world in suite_worlds()}
-GROW, GROW_BESIDE_A_WINDOW, WINDOW = (WORLDS[name] for name in ("grow", "grow, a window", "two that grow, a window, two plans"))
+GROW, GROW_BESIDE_A_WINDOW, WINDOW, FAILING = (
+    WORLDS[name] for name in ("grow", "grow, a window", "two that grow, a window, two plans", "two that grow, copies fail")
+)
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
@@ -48,6 +52,10 @@ def _nothing_is_left_behind(core: SchedulerCore) -> None:
     core.memory.leave_behind = lambda sequence, num_tokens: None  # type: ignore[method-assign]
 
 
+def _what_cannot_be_read_keeps_its_name(core: SchedulerCore) -> None:
+    core.swapping.swap.forget = lambda number: None  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("world", "plant", "story"),
     [
@@ -56,6 +64,7 @@ def _nothing_is_left_behind(core: SchedulerCore) -> None:
         (GROW_BESIDE_A_WINDOW, _head_without_claim_on_idle_blocks, "nothing can happen any more"),
         (WINDOW, _windows_do_not_matter_on_the_way_back, "that a window reaches"),
         (WINDOW, _nothing_is_left_behind, "behind a window"),
+        (FAILING, _what_cannot_be_read_keeps_its_name, "lie on or behind a cycle"),
     ],
 )
 def test_a_planted_fault_is_found_and_told_with_the_way_there(world: World, plant: Callable[[SchedulerCore], None], story: str) -> None:

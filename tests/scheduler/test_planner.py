@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 
-from pagemill.messages import NO_PLAN, Decision, SamplingParams, SequenceKey
+from pagemill.ids import NO_PLAN
+from pagemill.messages.decisions import Decision
+from pagemill.messages.sequences import SamplingParams, SequenceKey
 from scheduler import preemption
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import CoreDriver

@@ -8,20 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagemill.messages import (
-    Distrust,
-    InstallRow,
-    Plan,
-    PlanId,
-    RowId,
-    RowMissing,
-    RowResult,
-    SamplingParams,
-    StatsSnapshot,
-    StepDone,
-    TokenLogprobs,
-    TransferDone,
-)
+from pagemill.ids import PlanId, RowId
+from pagemill.messages.frontend import StatsSnapshot
+from pagemill.messages.sequences import SamplingParams, TokenLogprobs
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, RowResult, StepDone, TransferDone
+from scheduler.events import Distrust
 from tests.helpers.core_driver import Answer, CoreDriver
 from tests.helpers.prompts import VOCAB, expected, prompt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.messages import SamplingParams, SequenceKey
+from pagemill.messages.sequences import SamplingParams, SequenceKey
 from scheduler.sequence import Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from scheduler.prefix_hits import longest_hit
 
 FULL = KvGroup()

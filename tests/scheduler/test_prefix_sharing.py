@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill.keys import root_key
-from pagemill.messages import SamplingParams, SequenceKey
+from pagemill.messages.sequences import SamplingParams, SequenceKey
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 

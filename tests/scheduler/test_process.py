@@ -22,45 +22,24 @@ from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.config import SchedulerConfig
 from pagemill.control import ControlSocket, control_pair
-from pagemill.messages import (
+from pagemill.ids import PlanId
+from pagemill.messages.control import Alive, ChildToLauncher, Drain, LauncherToChild, PeerLost, PeerReady, PeerUp, Ready, Start, Stuck
+from pagemill.messages.debug_state import DebugState
+from pagemill.messages.frontend import (
     AbortRequest,
     AddRequest,
-    Alive,
-    ChildToLauncher,
-    DebugState,
     DebugStateQuery,
     DebugStateReply,
-    Drain,
     FinishRequest,
     FrontendToScheduler,
-    Hello,
-    InstallRow,
-    KvGroup,
-    LauncherToChild,
-    Limits,
-    PeerLost,
-    PeerReady,
-    PeerUp,
-    Plan,
-    PlanId,
-    ProcessKind,
-    Ready,
-    RowMissing,
-    RowResult,
-    SamplingParams,
     SchedulerReady,
     SchedulerToFrontend,
-    SchedulerToWorker,
-    SequenceKey,
-    Start,
     StatsSnapshot,
-    StepDone,
     StepOutput,
-    Stuck,
-    TransferDone,
-    WorkerReady,
-    WorkerToScheduler,
 )
+from pagemill.messages.sequences import KvGroup, Limits, SamplingParams, SequenceKey
+from pagemill.messages.wire import Hello, ProcessKind
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, RowResult, SchedulerToWorker, StepDone, TransferDone, WorkerReady, WorkerToScheduler
 from scheduler.process import SchedulerProcess
 from tests.helpers.fake_launcher import CONFIG
 

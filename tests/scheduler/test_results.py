@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pagemill.messages import SamplingParams, StepDone, TokenLogprobs
+from pagemill.messages.sequences import SamplingParams, TokenLogprobs
+from pagemill.messages.worker import StepDone
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.prompts import VOCAB, expected, prompt
 

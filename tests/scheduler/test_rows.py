@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill.messages import InstallRow, Plan, unpack_ids
+from pagemill.ids import unpack_ids
+from pagemill.messages.worker import InstallRow, Plan
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.prompts import expected, prompt
 

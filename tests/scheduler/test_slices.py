@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.prompts import expected, prompt
 

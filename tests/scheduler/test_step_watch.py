@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill.messages import NO_PLAN, Plan, PlanId, RowId, Slice, Transfer, TransferDone
+from pagemill.ids import NO_PLAN, PlanId, RowId
+from pagemill.messages.worker import Plan, Slice, Transfer, TransferDone
 from scheduler.step_watch import StepWatch
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import SamplingParams, SequenceKey, StatsSnapshot, Suspicion
+from pagemill.messages.frontend import StatsSnapshot
+from pagemill.messages.sequences import SamplingParams, SequenceKey
+from scheduler.events import Suspicion
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 

@@ -6,7 +6,8 @@ import pytest
 
 from kvstore.block_pool import BlockPool
 from kvstore.swap_space import SwapSpace
-from pagemill.messages import NO_PLAN, BlockId, PlanId, SwapSlotId, TransferDone
+from pagemill.ids import NO_PLAN, BlockId, PlanId, SwapSlotId
+from pagemill.messages.worker import TransferDone
 from scheduler.core_config import CoreConfig
 from scheduler.rates import LinkRate
 from scheduler.transfers import Transfers

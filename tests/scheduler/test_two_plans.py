@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import NO_PLAN, Preempt, SamplingParams, StepDone, VictimKind
+from pagemill.ids import NO_PLAN
+from pagemill.messages.decisions import VictimKind
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import StepDone
+from scheduler.events import Preempt
 from scheduler.sequence import Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import BEHIND, InstallRow, KvGroup, Preempt, SamplingParams, SequenceKey, TransferDone, unpack_ids
+from pagemill.ids import BEHIND, unpack_ids
+from pagemill.messages.sequences import KvGroup, SamplingParams, SequenceKey
+from pagemill.messages.worker import InstallRow, TransferDone
+from scheduler.events import Preempt
 from scheduler.sequence import Sequence
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens

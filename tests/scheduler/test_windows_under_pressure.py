@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagemill.messages import NO_PLAN, BlockId, KvGroup, SamplingParams, SequenceKey
+from pagemill.ids import NO_PLAN, BlockId
+from pagemill.messages.sequences import KvGroup, SamplingParams, SequenceKey
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagemill.messages import KvGroup, WorkerReady
+from pagemill.messages.sequences import KvGroup
+from pagemill.messages.worker import WorkerReady
 from scheduler.worker_group import RanksDiffer, core_config
 from tests.helpers.fake_launcher import CONFIG
 from tests.helpers.running_scheduler import ready

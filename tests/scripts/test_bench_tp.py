@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import NO_PLAN, Plan, PlanId, RowId, Slice, StepDone, Turn
+from pagemill.ids import NO_PLAN, PlanId, RowId
+from pagemill.messages.worker import Plan, Slice, StepDone
 from scheduler.event_log import Record
+from scheduler.events import Turn
 from scheduler.peers import Peers
 from scripts.lib.rank_costs import decode_steps, encodings_per_plan, parts_ms, plan_bytes
 from tests.helpers.script import run_bench

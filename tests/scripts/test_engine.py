@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from pagemill.messages import NO_PLAN, Plan, RowMissing, SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
+from pagemill.ids import NO_PLAN
+from pagemill.messages.worker import Plan, RowMissing, SchedulerToWorker, StepDone, TransferDone, WorkerToScheduler
 from scripts.lib.costs import LinkCost, StepCost
 from scripts.lib.engine import AnyWorker, Engine
 from scripts.lib.simulation import SimulatedEngine

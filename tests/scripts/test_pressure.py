@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagemill.messages import KvGroup, SchedulerToWorker, SequenceKey, StepDone, WorkerToScheduler
+from pagemill.messages.sequences import KvGroup, SequenceKey
+from pagemill.messages.worker import SchedulerToWorker, StepDone, WorkerToScheduler
 from scripts.lib.costs import LinkCost, StepCost
 from scripts.lib.pressure import SNAPSHOT_ALWAYS, Measured, PressureError, measure
 from scripts.lib.pressure_clients import BURSTS, FIRST_TURNS, FOLLOW_UPS, JOBS, AllAtOnce, Conversations, JobsAndBursts, Reserving, Talk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from scripts.lib.served_model import blocks_held
 from scripts.lib.simulation import SimulatedEngine
 from scripts.lib.workloads import Workload

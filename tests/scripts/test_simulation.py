@@ -6,20 +6,9 @@ from itertools import count
 
 import pytest
 
-from pagemill.messages import (
-    NO_PLAN,
-    InstallRow,
-    Plan,
-    PlanId,
-    RowId,
-    SamplingParams,
-    SeqId,
-    Slice,
-    StepDone,
-    Transfer,
-    TransferDone,
-    WorkerToScheduler,
-)
+from pagemill.ids import NO_PLAN, PlanId, RowId, SeqId
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import InstallRow, Plan, Slice, StepDone, Transfer, TransferDone, WorkerToScheduler
 from scripts.lib.costs import LinkCost, StepCost
 from scripts.lib.simulation import SimulatedWorker
 

@@ -19,7 +19,8 @@ import msgspec
 import pytest
 
 from pagemill.config import ServeOptions
-from pagemill.messages import InstallRow, PlanId
+from pagemill.ids import PlanId
+from pagemill.messages.worker import InstallRow
 from pagemill.model_download import ModelError
 from pagemill.model_store import resolve
 from scheduler.transfers import Transfers

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.messages import PlanId, RowId
+from pagemill.ids import PlanId, RowId
 from tests.helpers.rank_threads import RankThread, on_all_ranks
 from workers.agreement import Agreed, Agreement, NamedRow
 from workers.parallel import ALONE, PeerRankLost

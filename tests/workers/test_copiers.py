@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
-from workers.copiers import CudaCopier, HostCopier, coalesce, open_copier
+from workers.copiers import CudaCopier, HostCopier, PinnedSlots, coalesce, open_copier
 from workers.pages import allocate
-from workers.transfer_order import BOTH
+from workers.transfer_order import BOTH, Direction
 
 
 def tables(block_bytes: int, slot_bytes: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,72 @@ def test_the_host_copies_one_batch_at_a_time_of_at_most_eight_mebibytes() -> Non
     ],
 )
 def test_neighbours_on_both_sides_are_one_copy(places: list[tuple[int, int]], runs: list[tuple[int, int, int]]) -> None:
-    assert list(coalesce(places)) == runs
+    assert list(coalesce(places, "out", 100)) == list(coalesce(places, "in", 100)) == runs
+
+
+@pytest.mark.parametrize(
+    ("direction", "places", "runs"),
+    [
+        ("out", [(1, 3), (2, 4), (3, 5), (4, 6)], [(1, 3, 1), (2, 4, 3)]),
+        ("in", [(3, 1), (4, 2), (5, 3), (6, 4)], [(3, 1, 1), (4, 2, 3)]),
+        ("out", [(3, 0), (4, 1)], [(3, 0, 2)]),
+        ("out", [(number, number) for number in range(1, 13)], [(1, 1, 3), (4, 4, 4), (8, 8, 4), (12, 12, 1)]),
+    ],
+)
+def test_no_copy_goes_from_one_pinned_piece_to_the_next(direction: Direction, places: list[tuple[int, int]], runs: list[tuple[int, int, int]]) -> None:
+    assert list(coalesce(places, direction, 4)) == runs
+
+
+class FakeRuntime:
+    """What the driver has registered, and how much more it will."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.pieces: dict[int, int] = {}  #: bytes by address
+        self.most = 0
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        if sum(self.pieces.values()) + size_bytes > self.limit_bytes:
+            return 2  # cudaErrorMemoryAllocation
+        assert not any(address < other + held and other < address + size_bytes for other, held in self.pieces.items())
+        self.pieces[address] = size_bytes
+        self.most = max(self.most, len(self.pieces))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pieces[address]
+        return 0
+
+
+def pinned_slots(monkeypatch: pytest.MonkeyPatch, slots: Tensor, limit_bytes: int) -> tuple[PinnedSlots, FakeRuntime]:
+    runtime = FakeRuntime(limit_bytes)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
+    monkeypatch.setattr(PinnedSlots, "PIECE_BYTES", 64 * 1024)
+    return PinnedSlots(slots[:, :100], torch.device("cpu")), runtime
+
+
+@pytest.mark.parametrize("slot_bytes", [4096, 5 * 4096, 7 * 4096, 20 * 4096])
+def test_slots_are_pinned_whole_in_pieces_that_leave_nothing_out(monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
+    slots = allocate(50 * slot_bytes).view(50, slot_bytes)
+    pinned, runtime = pinned_slots(monkeypatch, slots, 2**40)
+    assert sum(runtime.pieces.values()) == 50 * slot_bytes
+    assert len(runtime.pieces) > 1
+    for number in range(50):
+        start = slots[number].data_ptr()
+        assert any(address <= start and start + slot_bytes <= address + size for address, size in runtime.pieces.items())
+        begins = start in runtime.pieces
+        assert begins == (number % pinned.slots_per_piece == 0), "where copies are divided"
+    pinned.release()
+    assert not runtime.pieces
+    pinned.release()
+
+
+def test_slots_that_cannot_all_be_pinned_are_not_pinned_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with capture_logs() as logs:
+        pinned, runtime = pinned_slots(monkeypatch, allocate(50 * 4096).view(50, 4096), 150_000)
+    assert (runtime.most, runtime.pieces) == (2, {})
+    assert [(line["event"], line["error"], line["bytes"], line["refused_after_bytes"]) for line in logs] == [("arena_not_pinned", 2, 50 * 4096, 2 * 65536)]
+    pinned.release()
 
 
 @pytest.mark.gpu

@@ -14,22 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagemill.messages import (
-    BEHIND,
-    NO_PLAN,
-    InstallRow,
-    Plan,
-    PlanId,
-    RowId,
-    RowMissing,
-    SamplingParams,
-    SchedulerToWorker,
-    Slice,
-    StepDone,
-    Transfer,
-    TransferDone,
-    pack_ids,
-)
+from pagemill.ids import BEHIND, NO_PLAN, PlanId, RowId, pack_ids
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import InstallRow, Plan, RowMissing, SchedulerToWorker, Slice, StepDone, Transfer, TransferDone
 from scripts.lib.offline import offline_config
 from tests.helpers.plans import copy_in, copy_out, install, piece, plan
 from tests.helpers.tiny_model import VOCAB_SIZE, tiny_checkpoint

@@ -140,9 +140,16 @@ def test_attention_that_drifts_in_one_group_of_layers_is_noticed(monkeypatch: py
     assert determinism.settle("on", [], full_attention_spec(1, 1, 64, 16, torch.float32))
 
 
-def test_attention_outside_the_compiled_kernel_is_not_promised() -> None:
-    with pytest.raises(NotDeterministic, match="attention"):
-        determinism.settle("on", [], full_attention_spec(1, 1, 64, 8, torch.float32))
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "says"),
+    [
+        (64, 8, "the compiled attention needs a --block-size that is a multiple of 16, not 8; run without --deterministic"),
+        (8, 16, "the compiled attention needs heads whose size is a multiple of 16, and this model's have 8; run without --deterministic"),
+    ],
+)
+def test_attention_outside_the_compiled_kernel_is_not_promised_for_a_reason_with_numbers(head_dim: int, block_size: int, says: str) -> None:
+    with pytest.raises(NotDeterministic, match=f"^{says}$"):
+        determinism.settle("on", [], full_attention_spec(1, 1, head_dim, block_size, torch.float32))
 
 
 class Ranks(TensorParallel):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from pagemill.config import ServeOptions
-from pagemill.messages import SamplingParams, SequenceKey, TokenLogprobs
+from pagemill.messages.sequences import SamplingParams, SequenceKey, TokenLogprobs
 from pagemill.model_store import resolve
 from scripts.lib.offline import OfflineEngine, offline_config
 from tests.helpers.tiny_model import tiny_checkpoint

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pagemill import injection
+from pagemill.ids import NO_PLAN, PlanId
 from pagemill.injection import InjectedFault
-from pagemill.messages import NO_PLAN, PlanId, RowResult, StepDone, TransferDone, WorkerToScheduler
+from pagemill.messages.worker import RowResult, StepDone, TransferDone, WorkerToScheduler
 from scripts.lib.offline import offline_config
 from tests.helpers.copiers import DEADLINE_S, GatedCopier
 from tests.helpers.plans import copy_out, install, piece, plan

@@ -8,7 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from pagemill.messages import BEHIND, KvGroup, pack_ids
+from pagemill.ids import BEHIND, pack_ids
+from pagemill.messages.sequences import KvGroup
 from tests.helpers.plans import install, piece
 from workers.inputs import StepInputs, build_inputs
 from workers.rows import Row, RowBounds

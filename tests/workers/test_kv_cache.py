@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagemill.messages import KvGroup
+from pagemill.messages.sequences import KvGroup
 from workers.kv_cache import KvCache, attention_spec, full_attention_spec
 from workers.pages import ALIGNMENT_BYTES
 

@@ -13,19 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from kvstore.arena import ArenaError, Region
 from pagemill.arena_file import create_arena
 from pagemill.config import WorkerConfig
+from pagemill.ids import NONE
 from pagemill.memory_plan import MemoryRequest, plan_memory
-from pagemill.messages import NONE, KvGroup
+from pagemill.messages.sequences import KvGroup
 from pagemill.model_info import read_model_info
 from scripts.lib.offline import offline_config
 from tests.helpers.ranks import close, load_ranks
 from tests.helpers.tiny_model import tiny_checkpoint
+from workers import loader, piecewise_attention
 from workers.loader import load
-from workers.model_config import ModelRefused
+from workers.model_config import ModelRefused, read_config
 from workers.weights import Part, SafetensorsCheckpoint
 
 SWAP_BYTES = 10 * 8192 + 4096  #: with blocks of eight tokens, ten slots and a page
@@ -148,6 +151,17 @@ def test_a_length_beyond_what_a_device_turns_out_to_hold_is_refused(monkeypatch:
     assert load(offline_config(str(tiny_checkpoint("llama")), max_model_len=320, **settings)).ready.max_model_len == 320
     with pytest.raises(ModelRefused, match=r"--max-model-len 321 does not fit: the KV pool of 20 blocks holds 320 tokens .*, or raise --kv-cache-memory"):
         load(offline_config(str(tiny_checkpoint("llama")), max_model_len=321, **settings))
+
+
+def test_the_pool_leaves_a_device_the_memory_that_attention_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read_config(tiny_checkpoint("llama"))
+    config = offline_config(str(tiny_checkpoint("llama")), num_workers=2)
+    assert loader._scratch_bytes(config, model, torch.bfloat16) == 0, "on a CPU"
+    needed = piecewise_attention.scratch_bytes(model.num_attention_heads // 2, model.num_key_value_heads // 2, model.head_dim, config.block_size, 2)
+    assert loader._scratch_bytes(replace(config, device="cuda"), model, torch.bfloat16) == needed
+    monkeypatch.setattr("workers.loader._scratch_bytes", lambda *_: 300 * 12288)
+    monkeypatch.setattr("workers.loader.available_bytes", lambda device: 340 * 12288)
+    assert load(offline_config(str(tiny_checkpoint("llama")), num_blocks=0, kv_cache_bytes=0)).ready.num_blocks == 20
 
 
 @pytest.mark.parametrize("size", [3, 16])

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from workers import native, simd
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel
+from workers.native import Body, NativeKernel, argument_places
+
+
+class _Arguments(NamedTuple):
+    entered: int
+    num_items: int
+    done: int
+
+
+_AT = argument_places(_Arguments)
 
 
 def _build(offset: int) -> Body:
     def count_items(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        simd.claim(at)
+        simd.claim(arguments + _AT.entered)
         while True:
             item = simd.claim(arguments)
-            if item >= simd.read_int64(at + 8):
+            if item >= simd.read_int64(arguments + _AT.num_items):
                 return
-            simd.claim(simd.read_int64(at + 16) + item * 8 + offset)
+            simd.claim(simd.read_int64(arguments + _AT.done) + item * 8 + offset)
 
     return count_items
 
@@ -54,7 +63,10 @@ def test_the_team_is_that_of_torch() -> None:
 
 def test_compiled_kernels_are_found_again_on_disk() -> None:
     COUNT.compile(0)
+    kept = {path: path.stat().st_mtime_ns for path in Path(os.environ["NUMBA_CACHE_DIR"]).rglob("*count_items*")}
+    assert any(path.suffix == ".nbc" for path in kept)
+    done = np.zeros(3, dtype=np.int64)
     again = NativeKernel("count", _build)
-    again.compile(0)
-    assert again.was_cached()
-    assert list((Path(os.environ["NUMBA_CACHE_DIR"])).rglob("*count_items*.nbc"))
+    again((0,), 1, 0, len(done), done.ctypes.data)
+    assert done.tolist() == [1, 1, 1]
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "it was compiled, and written, anew"

@@ -10,7 +10,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pagemill.messages import BEHIND, InstallRow, KvGroup, PlanId, SamplingParams, Slice, pack_ids
+from pagemill.ids import BEHIND, PlanId, pack_ids
+from pagemill.messages.sequences import KvGroup, SamplingParams
+from pagemill.messages.worker import InstallRow, Slice
 from tests.helpers.plans import install, piece, plan
 from workers.rows import INVALID_INPUT, Row, RowBounds, RowTable
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagemill.messages import NONE, Plan, PlanId, RowResult, SamplingParams
+from pagemill.ids import NONE, PlanId
+from pagemill.messages.sequences import SamplingParams
+from pagemill.messages.worker import Plan, RowResult
 from scripts.lib.offline import OfflineEngine, offline_config
 from tests.helpers.forward import logits_in_chunks
 from tests.helpers.plans import install, piece, plan

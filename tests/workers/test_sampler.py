@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagemill.messages import SamplingParams, unpack_ids
-from workers.sampler import MIN_LOGPROB, Sampled, SamplingRow, sample
+from pagemill.ids import unpack_ids
+from pagemill.messages.sequences import SamplingParams
+from workers.sampler import MIN_LOGPROB, Floats, Sampled, SamplingRow, adjusted, sample
 
 #: 99.9 % point of the chi-square distribution by degrees of freedom.
 CHI_SQUARE = {3: 16.27, 7: 24.32, 9: 27.88}
@@ -142,6 +143,40 @@ def test_penalties_agree_with_the_formula() -> None:
     for position in range(7, 300):
         plain = sample(expected[None], [row()], [position], 10)
         assert sample(LOGITS[None], [penalised], [position], 10) == plain
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7, "presence_penalty": 0.4},
+    {"presence_penalty": -0.3, "frequency_penalty": 0.25},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 1 / 3},
+]
+
+
+def penalised_anew(raw: Floats, row: SamplingRow, first_id: int) -> Floats:
+    """What penalties are, from the history alone."""
+    params, values, history = row.params, raw.copy(), np.array(row.token_ids, dtype=np.int64) - first_id
+    ours = (history >= 0) & (history < len(values))
+    seen = np.unique(history[ours])
+    values[seen] = np.where(values[seen] > 0, values[seen] / params.repetition_penalty, values[seen] * params.repetition_penalty)
+    used, counts = np.unique(history[row.num_prompt_tokens :][ours[row.num_prompt_tokens :]], return_counts=True)
+    values[used] -= counts * params.frequency_penalty + params.presence_penalty
+    return values
+
+
+@pytest.mark.parametrize("params", PENALTIES, ids="-".join)
+def test_a_growing_row_is_penalised_to_the_bit_as_one_that_was_just_installed(params: dict[str, Any]) -> None:
+    generator = np.random.default_rng(1)
+    raw = (generator.standard_normal(500) * 3).astype(np.float32)
+    history = generator.integers(0, 500, 700).tolist()
+    grown = row(history=history[:300], num_prompt_tokens=290, **params)
+    for length in range(300, 700):
+        installed = row(history=history[:length], num_prompt_tokens=290, **params)
+        for first_id, end in ((0, 500), (0, 130), (130, 131), (131, 500), (500, 500)):
+            expected = penalised_anew(raw[first_id:end], installed, first_id)
+            assert adjusted(raw[first_id:end], grown, length, first_id).tobytes() == expected.tobytes()
+            assert adjusted(raw[first_id:end], installed, length, first_id).tobytes() == expected.tobytes()
+        grown.token_ids.append(history[length])
 
 
 def test_logit_bias_bans_and_forces_and_ignores_ids_out_of_range() -> None:

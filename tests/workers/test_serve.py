@@ -17,25 +17,10 @@ from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.config import WorkerConfig
 from pagemill.control import ControlSocket, control_pair
-from pagemill.messages import (
-    NONE,
-    ChildToLauncher,
-    Drain,
-    Hello,
-    LauncherToChild,
-    PeerLost,
-    PeerUp,
-    Plan,
-    Progress,
-    Ready,
-    Reload,
-    SchedulerToWorker,
-    Start,
-    StepDone,
-    TransferDone,
-    WorkerReady,
-    WorkerToScheduler,
-)
+from pagemill.ids import NONE
+from pagemill.messages.control import ChildToLauncher, Drain, LauncherToChild, PeerLost, PeerUp, Progress, Ready, Reload, Start
+from pagemill.messages.wire import Hello
+from pagemill.messages.worker import Plan, SchedulerToWorker, StepDone, TransferDone, WorkerReady, WorkerToScheduler
 from scripts.lib.offline import offline_config
 from tests.helpers.copiers import DEADLINE_S, GatedCopier
 from tests.helpers.plans import copy_in, copy_out, install, piece, plan

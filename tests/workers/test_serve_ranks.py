@@ -17,23 +17,10 @@ from pagemill.channels import Channel
 from pagemill.child import Child
 from pagemill.config import WorkerConfig
 from pagemill.control import ControlSocket, control_pair
-from pagemill.messages import (
-    NONE,
-    ChildToLauncher,
-    Drain,
-    Failed,
-    Hello,
-    LauncherToChild,
-    PeerLost,
-    PeerUp,
-    Plan,
-    Ready,
-    SchedulerToWorker,
-    Start,
-    StepDone,
-    WorkerReady,
-    WorkerToScheduler,
-)
+from pagemill.ids import NONE
+from pagemill.messages.control import ChildToLauncher, Drain, Failed, LauncherToChild, PeerLost, PeerUp, Ready, Start
+from pagemill.messages.wire import Hello
+from pagemill.messages.worker import Plan, SchedulerToWorker, StepDone, WorkerReady, WorkerToScheduler
 from scripts.lib.offline import offline_config
 from tests.helpers.copiers import DEADLINE_S
 from tests.helpers.plans import install, piece, plan

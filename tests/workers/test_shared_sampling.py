@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagemill.messages import SamplingParams
+from pagemill.messages.sequences import SamplingParams
 from tests.helpers.rank_threads import RankThread, on_all_ranks
 from workers.sampler import Sampled, SamplingRow, sample
 from workers.shared_sampling import Share, sample_shared

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from pagemill.arena_file import create_arena
-from pagemill.messages import SamplingParams, TokenLogprobs, VictimKind
+from pagemill.messages.decisions import VictimKind
+from pagemill.messages.sequences import SamplingParams, TokenLogprobs
 from pagemill.model_download import ModelError
 from pagemill.model_store import resolve
 from pagemill.tensor_parallel import num_kv_shards

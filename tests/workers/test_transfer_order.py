@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.messages import NONE
+from pagemill.ids import NONE
 from workers.transfer_order import BOTH, Direction, Job, TransferOrder
 
 OUT: tuple[Direction, ...] = ("out",)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn.functional import gelu, silu
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_places, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "act_and_mul"
@@ -45,16 +46,26 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     gate_up = gate_up.contiguous()
     out = torch.empty((rows, width), dtype=gate_up.dtype)
     constants = simd.KINDS[out.dtype], ACTIVATIONS[activation]
-    _ACTIVATE(constants, num_threads_for(rows * width), gate_up.data_ptr(), out.data_ptr(), rows, width)
+    _ACTIVATE(constants, num_threads_for(rows * width), *_Arguments(gate_up=gate_up.data_ptr(), out=out.data_ptr(), rows=rows, width=width))
     return out
+
+
+class _Arguments(NamedTuple):
+    gate_up: int
+    out: int
+    rows: int
+    width: int
+
+
+_AT = argument_places(_Arguments)
 
 
 def _build(kind: int, activation: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
 
     def activate(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        gate_up, out, rows, width = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16), simd.read_int64(at + 24)
+        gate_up, out = simd.read_int64(arguments + _AT.gate_up), simd.read_int64(arguments + _AT.out)
+        rows, width = simd.read_int64(arguments + _AT.rows), simd.read_int64(arguments + _AT.width)
         one, factor, linear, cubic = simd.splat(1.0), simd.splat(_MINUS_LOG2_E), simd.splat(_LINEAR), simd.splat(_CUBIC)
         while True:
             row = simd.claim(arguments)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, log_reference_once
+from workers.native import Body, NativeKernel, argument_places, log_reference_once
 
 NAME = "copy_blocks"
 
@@ -35,15 +36,28 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]
         log_reference_once(NAME, source.device.type)
         return reference(source, target, pairs)
     numbers = array("q", [number for pair in pairs for number in pair])
-    _COPY((), 1, *tables, size, numbers.buffer_info()[0], len(pairs))
+    _COPY((), 1, *_Arguments(*tables, size=size, pairs=numbers.buffer_info()[0], num_pairs=len(pairs)))
+
+
+class _Arguments(NamedTuple):
+    source: int
+    source_stride: int  #: in bytes, as all of these
+    target: int
+    target_stride: int
+    size: int
+    pairs: int
+    num_pairs: int
+
+
+_AT = argument_places(_Arguments)
 
 
 def _build() -> Body:
     def copy(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        source, source_stride, target, target_stride = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16), simd.read_int64(at + 24)
-        size, pairs, count = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.read_int64(at + 48)
-        for pair in range(pairs, pairs + 16 * count, 16):
+        source, source_stride = simd.read_int64(arguments + _AT.source), simd.read_int64(arguments + _AT.source_stride)
+        target, target_stride = simd.read_int64(arguments + _AT.target), simd.read_int64(arguments + _AT.target_stride)
+        size, pairs, num_pairs = simd.read_int64(arguments + _AT.size), simd.read_int64(arguments + _AT.pairs), simd.read_int64(arguments + _AT.num_pairs)
+        for pair in range(pairs, pairs + 16 * num_pairs, 16):
             read = source + simd.read_int64(pair) * source_stride
             write = target + simd.read_int64(pair + 8) * target_stride
             for i in range(0, size, simd.VECTOR_BYTES):

@@ -16,7 +16,9 @@ The compiled kernel takes the context in pieces of `_PIECE` positions that start
 softmax within each piece, and the pieces merged in order, from the first that the row sees. All of it is
 float32, and none of it depends on which rows are computed together or by whom, so chunking and batching change
 no bit. If there are too few rows to occupy all threads, the pieces of one row are computed side by side and
-merged by a second call.
+merged by a second call. Where it does not run, on CUDA above all, `workers.piecewise_attention` does the same in
+plain torch, in bounded memory but in many launches. The reference holds all scores at once: it is what both are
+tested against.
 
 Ids and lengths out of range are the caller's to refuse.
 """
@@ -25,14 +27,15 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workers import matrix_product, simd
+from workers import matrix_product, piecewise_attention, simd
 from workers.kernels import Case
 from workers.kv_cache import KvCache, LayerCache, full_attention_spec
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, float32_bits, helper, log_reference_once
+from workers.native import Body, NativeKernel, argument_places, float32_bits, helper, log_reference_once
 from workers.simd import FLOAT32
 
 NAME = "paged_attention"
@@ -72,7 +75,7 @@ def reference(query: Tensor, cache: LayerCache, query_start: Tensor, context_len
 def paged_attention(query: Tensor, cache: LayerCache, query_start: Tensor, context_lens: Tensor, block_tables: Tensor, scale: float, window: int = 0) -> Tensor:
     if not is_compiled_for(query.device.type, *cache.key.shape[2:]):
         log_reference_once(NAME, query.device.type)
-        return reference(query, cache, query_start, context_lens, block_tables, scale, window)
+        return piecewise_attention.attend(query, cache, query_start, context_lens, block_tables, scale, window)
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     num_tokens, num_heads, head_dim = query.shape
     kv_heads, block_size = cache.key.shape[1:3]
@@ -90,23 +93,66 @@ def paged_attention(query: Tensor, cache: LayerCache, query_start: Tensor, conte
     splits = max_pieces > 1 and num_items < _ITEMS_PER_THREAD * threads
     partials = torch.empty((num_items * max_pieces if splits else 0, item_rows * (head_dim + 2)), dtype=torch.float32)
     run = partial(_ATTEND, (simd.KINDS[query.dtype], simd.KINDS[cache.key.dtype]), threads)
-    arguments = (
-        query.data_ptr(), query.stride(0) * query.itemsize, out.data_ptr(), num_heads // kv_heads, kv_heads, head_dim, block_size,
-        *_place(cache.key), *_place(cache.value),
-        query_start.data_ptr(), context_lens.shape[0], context_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0) * 4,
-        float32_bits(scale * math.log2(math.e)), item_tokens, scratch.data_ptr(), scratch.stride(0) * 4, partials.data_ptr(), window or _UNLIMITED,
+    (keys, key_block, key_head), (values, value_block, value_head) = _place(cache.key), _place(cache.value)
+    arguments = _Arguments(
+        mode=_PIECES if splits else _WHOLE, query=query.data_ptr(), query_stride=query.stride(0) * query.itemsize, out=out.data_ptr(),
+        group=num_heads // kv_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        keys=keys, key_block=key_block, key_head=key_head, values=values, value_block=value_block, value_head=value_head,
+        query_start=query_start.data_ptr(), num_sequences=context_lens.shape[0], context_lens=context_lens.data_ptr(),
+        tables=block_tables.data_ptr(), table_stride=block_tables.stride(0) * 4,
+        scale=float32_bits(scale * math.log2(math.e)), window=window or _UNLIMITED,
+        item_tokens=item_tokens, scratch=scratch.data_ptr(), scratch_stride=scratch.stride(0) * 4, partials=partials.data_ptr(),
     )  # fmt: skip
+    run(*arguments)
     if splits:
-        run(_PIECES, *arguments)
-        run(_MERGE, *arguments)
-    else:
-        run(_WHOLE, *arguments)
+        run(*arguments._replace(mode=_MERGE))
     return out
 
 
 def is_compiled_for(device: str, block_size: int, head_dim: int) -> bool:
-    """Whether the compiled kernel covers this geometry; otherwise the reference runs, which promises no equal bits."""
+    """Whether the compiled kernel covers this geometry; otherwise plain torch does, which promises no equal bits."""
     return device == "cpu" and block_size % simd.LANES == 0 and head_dim % simd.LANES == 0
+
+
+def scratch_bytes(device: str, num_heads: int, cache: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """A device's memory to leave free for one call, whatever the step; `cache` is (KV heads, block size, head size). A CPU's is not so scarce."""
+    kv_heads, block_size, head_dim = cache
+    if device == "cpu":
+        return 0
+    return piecewise_attention.scratch_bytes(num_heads, kv_heads, head_dim, block_size, dtype.itemsize)
+
+
+class _Arguments(NamedTuple):
+    """What the compiled kernel is called with: addresses, numbers, and strides in bytes."""
+
+    mode: int  #: what to compute
+    query: int
+    query_stride: int  #: from a token to the next
+    out: int
+    group: int  #: query heads of a KV head
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    keys: int
+    key_block: int
+    key_head: int
+    values: int
+    value_block: int
+    value_head: int
+    query_start: int
+    num_sequences: int
+    context_lens: int
+    tables: int
+    table_stride: int
+    scale: int  #: the bits of a float32, for powers of two
+    window: int
+    item_tokens: int
+    scratch: int
+    scratch_stride: int  #: from a thread to the next
+    partials: int  #: results of pieces, if these are items
+
+
+_AT = argument_places(_Arguments)
 
 
 def _place(part: Tensor) -> tuple[int, int, int]:
@@ -161,15 +207,18 @@ def _build(query_kind: int, cache_kind: int) -> Body:  # noqa: C901, PLR0915 - a
     cache_bytes = 4 if cache_kind == FLOAT32 else 2
 
     def attend(arguments: int) -> None:  # noqa: C901, PLR0912, PLR0915
-        at = arguments + FIRST_ARGUMENT
-        mode, query, query_stride, out = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16), simd.read_int64(at + 24)
-        group, kv_heads, head_dim, block_size = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.read_int64(at + 48), simd.read_int64(at + 56)
-        keys, key_block, key_head = simd.read_int64(at + 64), simd.read_int64(at + 72), simd.read_int64(at + 80)
-        values, value_block, value_head = simd.read_int64(at + 88), simd.read_int64(at + 96), simd.read_int64(at + 104)
-        query_start, num_sequences, context_lens = simd.read_int64(at + 112), simd.read_int64(at + 120), simd.read_int64(at + 128)
-        tables, table_stride, scale = simd.read_int64(at + 136), simd.read_int64(at + 144), simd.float32_from_bits(simd.read_int64(at + 152))
-        item_tokens, scratch, scratch_stride = simd.read_int64(at + 160), simd.read_int64(at + 168), simd.read_int64(at + 176)
-        partials, window = simd.read_int64(at + 184), simd.read_int64(at + 192)
+        mode, window = simd.read_int64(arguments + _AT.mode), simd.read_int64(arguments + _AT.window)
+        query, query_stride = simd.read_int64(arguments + _AT.query), simd.read_int64(arguments + _AT.query_stride)
+        out, block_size = simd.read_int64(arguments + _AT.out), simd.read_int64(arguments + _AT.block_size)
+        group, kv_heads, head_dim = simd.read_int64(arguments + _AT.group), simd.read_int64(arguments + _AT.kv_heads), simd.read_int64(arguments + _AT.head_dim)
+        keys, key_block, key_head = simd.read_int64(arguments + _AT.keys), simd.read_int64(arguments + _AT.key_block), simd.read_int64(arguments + _AT.key_head)
+        values, value_block = simd.read_int64(arguments + _AT.values), simd.read_int64(arguments + _AT.value_block)
+        value_head, query_start = simd.read_int64(arguments + _AT.value_head), simd.read_int64(arguments + _AT.query_start)
+        num_sequences, context_lens = simd.read_int64(arguments + _AT.num_sequences), simd.read_int64(arguments + _AT.context_lens)
+        tables, table_stride = simd.read_int64(arguments + _AT.tables), simd.read_int64(arguments + _AT.table_stride)
+        scale = simd.float32_from_bits(simd.read_int64(arguments + _AT.scale))
+        item_tokens, partials = simd.read_int64(arguments + _AT.item_tokens), simd.read_int64(arguments + _AT.partials)
+        scratch, scratch_stride = simd.read_int64(arguments + _AT.scratch), simd.read_int64(arguments + _AT.scratch_stride)
 
         item_rows, row_bytes = item_tokens * group, head_dim * 4
         queries = scratch + simd.claim(arguments + 8) * scratch_stride

@@ -9,13 +9,14 @@ A row is summed in an order of its own, whatever the number of rows.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, float32_bits, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_places, float32_bits, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "rms_norm"
@@ -40,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     residual_at = 0 if residual is None else residual.data_ptr()
     _NORM(
         (kind, simd.KINDS[weight.dtype]), num_threads_for(rows * width),
-        x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), rows, width, float32_bits(eps),
+        *_Arguments(x=x.data_ptr(), residual=residual_at, weight=weight.data_ptr(), out=out.data_ptr(), rows=rows, width=width, eps=float32_bits(eps)),
     )  # fmt: skip
     return out
 
@@ -50,14 +51,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(x, weight, eps, residual)
 
 
+class _Arguments(NamedTuple):
+    x: int
+    residual: int  #: 0: none
+    weight: int
+    out: int
+    rows: int
+    width: int
+    eps: int  #: the bits of a float32
+
+
+_AT = argument_places(_Arguments)
+
+
 def _build(kind: int, weight_kind: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
     weight_size = 4 if weight_kind == FLOAT32 else 2
 
     def norm(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        x, residual, weight, out = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16), simd.read_int64(at + 24)
-        rows, width, eps = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.float32_from_bits(simd.read_int64(at + 48))
+        x, residual = simd.read_int64(arguments + _AT.x), simd.read_int64(arguments + _AT.residual)
+        weight, out = simd.read_int64(arguments + _AT.weight), simd.read_int64(arguments + _AT.out)
+        rows, width = simd.read_int64(arguments + _AT.rows), simd.read_int64(arguments + _AT.width)
+        eps = simd.float32_from_bits(simd.read_int64(arguments + _AT.eps))
         while True:
             row = simd.claim(arguments) * width * size
             if row >= rows * width * size:

@@ -7,12 +7,14 @@ positions [T] int64, table [max_positions, D] float32: D / 2 cosines, then as ma
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_places, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "rotary"
@@ -33,20 +35,39 @@ def rotary(query: Tensor, key: Tensor, positions: Tensor, table: Tensor) -> None
         return reference(query, key, positions, table)
     _ROTATE(
         (simd.KINDS[query.dtype],), num_threads_for(query.numel()),
-        query.data_ptr(), query.stride(0), query_heads, key.data_ptr(), key.stride(0), key.shape[1],
-        positions.data_ptr(), table.data_ptr(), num_tokens, head_dim,
+        *_Arguments(
+            query=query.data_ptr(), query_stride=query.stride(0), query_heads=query_heads,
+            key=key.data_ptr(), key_stride=key.stride(0), key_heads=key.shape[1],
+            positions=positions.data_ptr(), table=table.data_ptr(), num_tokens=num_tokens, head_dim=head_dim,
+        ),
     )  # fmt: skip
+
+
+class _Arguments(NamedTuple):
+    query: int
+    query_stride: int  #: in elements, as that of the keys
+    query_heads: int
+    key: int
+    key_stride: int
+    key_heads: int
+    positions: int
+    table: int
+    num_tokens: int
+    head_dim: int
+
+
+_AT = argument_places(_Arguments)
 
 
 def _build(kind: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
 
     def rotate(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        query, query_stride, query_heads = simd.read_int64(at), simd.read_int64(at + 8), simd.read_int64(at + 16)
-        key, key_stride, key_heads = simd.read_int64(at + 24), simd.read_int64(at + 32), simd.read_int64(at + 40)
-        positions, table = simd.read_int64(at + 48), simd.read_int64(at + 56)
-        num_tokens, head_dim = simd.read_int64(at + 64), simd.read_int64(at + 72)
+        query, query_stride = simd.read_int64(arguments + _AT.query), simd.read_int64(arguments + _AT.query_stride)
+        key, key_stride = simd.read_int64(arguments + _AT.key), simd.read_int64(arguments + _AT.key_stride)
+        query_heads, key_heads = simd.read_int64(arguments + _AT.query_heads), simd.read_int64(arguments + _AT.key_heads)
+        positions, table = simd.read_int64(arguments + _AT.positions), simd.read_int64(arguments + _AT.table)
+        num_tokens, head_dim = simd.read_int64(arguments + _AT.num_tokens), simd.read_int64(arguments + _AT.head_dim)
         half = head_dim // 2
         while True:
             token = simd.claim(arguments)

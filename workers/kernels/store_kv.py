@@ -8,13 +8,15 @@ Slots out of range are the caller's to refuse.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
 from workers.kv_cache import KvCache, LayerCache, full_attention_spec
-from workers.native import FIRST_ARGUMENT, Body, NativeKernel, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_places, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "store_kv"
@@ -34,31 +36,66 @@ def store_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor
         return reference(key, value, cache, slot_mapping)
     _STORE(
         (simd.KINDS[key.dtype],), num_threads_for(key.numel()),
-        key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), *key.shape, slot_mapping.data_ptr(),
-        cache.key.data_ptr(), *cache.key.stride(), cache.value.data_ptr(), *cache.value.stride(), cache.key.shape[2],
+        *_Arguments(
+            key.data_ptr(), key.stride(0), *_place(cache.key), value.data_ptr(), value.stride(0), *_place(cache.value),
+            num_tokens=key.shape[0], heads=key.shape[1], head_dim=head_dim, slots=slot_mapping.data_ptr(), block_size=cache.key.shape[2],
+        ),
     )  # fmt: skip
+
+
+def _place(part: Tensor) -> tuple[int, int, int, int, int]:
+    """Address and strides."""
+    by_block, by_head, by_offset, by_dimension = part.stride()
+    return part.data_ptr(), by_block, by_head, by_offset, by_dimension
+
+
+class _Arguments(NamedTuple):
+    """Strides are in elements. What is said of keys is said of values as well, in the same order."""
+
+    key: int
+    key_stride: int
+    cached_key: int
+    key_by_block: int
+    key_by_head: int
+    key_by_offset: int
+    key_by_dimension: int
+    value: int
+    value_stride: int
+    cached_value: int
+    value_by_block: int
+    value_by_head: int
+    value_by_offset: int
+    value_by_dimension: int
+    num_tokens: int
+    heads: int
+    head_dim: int
+    slots: int
+    block_size: int
+
+
+_AT = argument_places(_Arguments)
 
 
 def _build(kind: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
 
     def store(arguments: int) -> None:
-        at = arguments + FIRST_ARGUMENT
-        num_tokens, heads, head_dim, slots = simd.read_int64(at + 32), simd.read_int64(at + 40), simd.read_int64(at + 48), simd.read_int64(at + 56)
-        block_size = simd.read_int64(at + 144)
+        num_tokens, slots = simd.read_int64(arguments + _AT.num_tokens), simd.read_int64(arguments + _AT.slots)
+        heads, head_dim = simd.read_int64(arguments + _AT.heads), simd.read_int64(arguments + _AT.head_dim)
+        block_size = simd.read_int64(arguments + _AT.block_size)
         while True:
             token = simd.claim(arguments)
             if token >= num_tokens:
                 return
             slot = simd.read_int64(slots + token * 8)
             block, offset = slot // block_size, slot % block_size
-            for part in range(2):
-                source = simd.read_int64(at + part * 16) + token * simd.read_int64(at + part * 16 + 8) * size
-                view = at + 64 + part * 40
-                by_block, by_head = simd.read_int64(view + 8), simd.read_int64(view + 16)
-                by_offset, by_dimension = simd.read_int64(view + 24) * size, simd.read_int64(view + 32) * size
+            for part in (0, _AT.value - _AT.key):
+                at = arguments + part
+                source = simd.read_int64(at + _AT.key) + token * simd.read_int64(at + _AT.key_stride) * size
+                by_block, by_head = simd.read_int64(at + _AT.key_by_block), simd.read_int64(at + _AT.key_by_head)
+                by_offset, by_dimension = simd.read_int64(at + _AT.key_by_offset) * size, simd.read_int64(at + _AT.key_by_dimension) * size
                 for head in range(heads):
-                    target = simd.read_int64(view) + (block * by_block + head * by_head) * size + offset * by_offset
+                    target = simd.read_int64(at + _AT.cached_key) + (block * by_block + head * by_head) * size + offset * by_offset
                     for i in range(head_dim):
                         simd.copy_element(source + (head * head_dim + i) * size, target + i * by_dimension, kind)
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from frontend.tokenizer import Tokenizer
+from pagemill.ids import NONE, unpack_ids
 from pagemill.keys import cache_domain, choice_seed, prefix_keys, root_key
-from pagemill.messages import NONE, FinishRequest, unpack_ids
+from pagemill.messages.frontend import FinishRequest
 from tests.helpers.event_stream import parse_response
 from tests.helpers.fake_scheduler import Step, logprobs_of, prompt_ids, tokens
 from tests.helpers.frontend_server import MODEL, RunningFrontend

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Strip
+from tokenizers.decoders import Sequence as DecoderSequence
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from frontend.tokenizer import Tokenizer
 from tests.helpers.event_stream import parse_response
 from tests.helpers.fake_scheduler import Step, logprobs_of, prompt_ids, tokens
-from tests.helpers.frontend_server import MODEL, RunningFrontend
+from tests.helpers.frontend_server import MODEL, RunningFrontend, running_frontend
 from tests.helpers.tiny_model import tiny_model_path
 
 PATH = "/v1/completions"
@@ -73,6 +82,50 @@ def test_logprobs_have_the_older_shape_and_offsets_into_the_text(frontend: Runni
     assert all(len(top) == 3 and top[token] == -0.5 for top, token in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True))
     stream = parse_response(frontend.post(PATH, prompt="x", logprobs=2, max_tokens=9, stream=True))
     assert stream.logprobs("text_offset") == logprobs["text_offset"]
+
+
+@pytest.fixture(scope="module")
+def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFrontend]:
+    """A frontend whose tokenizer begins texts with a space and takes it away again, as Llama 2's and Mistral's do."""
+    words = ["<unk>", "<s>", "</s>", "▁", "▁France", "▁is", "▁Paris", ".", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = HubTokenizer(BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = DecoderSequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words[:3]])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder = tmp_path_factory.mktemp("sentence_piece")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with running_frontend(model_path=str(folder)) as running:
+        running.scheduler.script = lambda _: tokens([6, 6, 7])
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["buffered", "streamed"])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": "x"}, " Paris Paris."),
+        ({"prompt": [4, 5]}, " Paris Paris."),
+        ({"prompt": "x", "stop": " Paris."}, " Paris"),
+        ({"prompt": "x", "stop": " Paris"}, ""),
+        ({"prompt": ""}, "Paris Paris."),
+        ({"prompt": [1]}, "Paris Paris."),
+    ],
+    ids=["text", "ids", "a later stop", "a stop at once", "nothing", "special ids only"],
+)
+def test_a_completion_goes_on_where_its_prompt_ends(fields: dict[str, Any], expected: str, stream: bool, sentence_piece: RunningFrontend) -> None:
+    response = sentence_piece.post(PATH, **fields, max_tokens=3, stream=stream)
+    assert (parse_response(response).text if stream else response.json()["choices"][0]["text"]) == expected
+
+
+def test_each_prompt_of_several_is_gone_on_with_as_it_ends(sentence_piece: RunningFrontend) -> None:
+    reply = sentence_piece.post(PATH, prompt=[[1], [4, 5]], n=2, logprobs=0, max_tokens=3).json()
+    assert [choice["text"] for choice in reply["choices"]] == ["Paris Paris."] * 2 + [" Paris Paris."] * 2
+
+
+def test_a_chat_s_reply_is_a_text_of_its_own(sentence_piece: RunningFrontend) -> None:
+    reply = sentence_piece.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3).json()
+    assert reply["choices"][0]["message"]["content"] == "Paris Paris."
 
 
 def test_a_stream_has_the_shape_of_the_whole_and_ends_with_usage(frontend: RunningFrontend) -> None:

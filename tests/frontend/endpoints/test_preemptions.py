@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from pagemill.messages import DecisionsQuery
+from pagemill.messages.frontend import DecisionsQuery
 from pagemill.preemption_report import PreemptionReport
 from tests.helpers.fake_scheduler import DEADLINE_S, decision, snapshot, victim
 from tests.helpers.frontend_server import RunningFrontend, running_frontend

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from pagemill.messages import AddRequest, Limits, SamplingParams, SeqId, SequenceKey, pack_ids
+from pagemill.ids import SeqId, pack_ids
+from pagemill.messages.frontend import AddRequest
+from pagemill.messages.sequences import Limits, SamplingParams, SequenceKey
 from scheduler.core_config import CoreConfig
 from scheduler.policies import load_policies
 from scheduler.sequence import Sequence
