@@ -95,6 +95,7 @@ async def digest(data: bytes, work: Callable[[], Result]) -> Result:
 
 
 _fields_decoder = msgspec.json.Decoder(Fields)
+_NESTING = frozenset({dict, list})
 
 
 def _decode(data: bytes, decoder: msgspec.json.Decoder[Body], endpoint: EndpointName | None) -> tuple[Body, Fields]:
@@ -132,8 +133,8 @@ def _num_keys_within(fields: Fields) -> int:
         if isinstance(value, dict):
             num_keys += len(value)
             value = value.values()
-        if not isinstance(value, str):
-            values += [item for item in value if isinstance(item, dict | list)]
+        if not isinstance(value, str) and not _NESTING.isdisjoint(map(type, value)):
+            values += [item for item in value if type(item) in _NESTING]
     return num_keys
 
 

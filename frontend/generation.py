@@ -26,6 +26,8 @@ from pagemill.telemetry import get_logger
 #: What may wait for a reader, per sequence.
 MAX_QUEUED_OUTPUTS = 256
 MAX_QUEUED_BYTES = 1024 * 1024
+#: What a reader takes ahead of its own work, of all sequences together; beyond it the queues fill.
+MAX_TAKEN_OUTPUTS = 65_536
 #: Tokens that one reader turns into text and JSON in one turn of the event loop: up to 2 ms, with twenty logprobs each.
 _TOKENS_A_TURN = 64
 
@@ -42,13 +44,17 @@ class _Inbox:
     __slots__ = ("num_bytes", "outputs", "started")
 
     def __init__(self) -> None:
-        self.outputs: deque[SequenceOutput] = deque()
+        self.outputs: list[SequenceOutput] = []
         self.num_bytes = 0
         self.started = False  #: its first output has arrived
 
     @property
     def overflows(self) -> bool:
         return len(self.outputs) > MAX_QUEUED_OUTPUTS or self.num_bytes > MAX_QUEUED_BYTES
+
+    def drain(self) -> list[SequenceOutput]:
+        outputs, self.outputs, self.num_bytes = self.outputs, [], 0
+        return outputs
 
 
 class Generation:
@@ -70,7 +76,6 @@ class Generation:
         self._make_error: Callable[[], ApiError | ClientGoneError] | None = None  #: what the reader is told; kept itself, it would refer to its reader
         self._event = asyncio.Event()
         self._taken: deque[SequenceOutput] = deque()  #: by the reader out of the inboxes, in order for each choice
-        self._is_reading = False  #: the reader waits here, not for its client
         self._overflow_check_due = False
         self._texts: list[list[str]] | None = [[] for _ in choices] if log_texts else None
 
@@ -85,32 +90,29 @@ class Generation:
         self._load.submitted(len(sequences))
 
     def close(self) -> None:
-        """Ends what still runs. May be called at any time and more than once."""
+        """Ends what still runs; nobody reads any more. May be called at any time and more than once."""
+        self._forget()
         self._engine.abort(self._keys)
 
     def client_gone(self) -> None:
         """The client went away: its sequences end now, and the reader is told."""
-        self._taken.clear()
+        self._forget()
         self._fail(ClientGoneError)
 
     # --- the reader's side --------------------------------------------------------------------------------
 
     async def deltas(self, timeout_s: float | None = None) -> list[Delta]:
         """What is new, as much as a turn of the event loop allows; nothing if time ran out first. Raises ApiError or ClientGoneError."""
-        self._is_reading = True
-        try:
-            if self._taken:
-                await asyncio.sleep(0)  # others go before the rest of what was taken
-            elif not self._event.is_set():
+        if self._taken or self._event.is_set():
+            self._empty_inboxes()
+            await asyncio.sleep(0)  # others go first
+        else:
+            try:
                 async with asyncio.timeout(timeout_s):
                     await self._event.wait()
-        except TimeoutError:
-            return []
-        finally:
-            self._is_reading = False
-        if not self._taken:
-            self._event.clear()
-            self._taken.extend(output for inbox in self._inboxes if inbox.outputs for output in self._drain(inbox))
+            except TimeoutError:
+                return []
+            self._empty_inboxes()
         if self._make_error is not None:
             self._event.set()  # to be raised once what came before it has been given
             if not self._taken:
@@ -130,11 +132,12 @@ class Generation:
         """Of prompts, each counted once: the first choice of each says what the cache held."""
         return sum(self._cached[:: self._n])
 
-    def _drain(self, inbox: _Inbox) -> list[SequenceOutput]:
-        outputs = list(inbox.outputs)
-        inbox.outputs.clear()
-        inbox.num_bytes = 0
-        return outputs
+    def _empty_inboxes(self) -> None:
+        """The reader has come for what waits, however much of it has to wait for its next turns."""
+        self._event.clear()
+        if len(self._taken) < MAX_TAKEN_OUTPUTS:
+            for inbox in self._inboxes:
+                self._taken += inbox.drain()
 
     def _take_some(self) -> Iterator[Delta]:
         num_tokens = 0
@@ -173,7 +176,9 @@ class Generation:
         inbox.num_bytes += _size(output)
         self._event.set()
         if inbox.overflows and not self._overflow_check_due:
-            self._check_overflow_soon()
+            # A burst that arrived at once is no fault of the reader, which could not run meanwhile: it goes first.
+            self._overflow_check_due = True
+            asyncio.get_running_loop().call_soon(self._check_overflow)
 
     def rejected(self, rejection: Rejection) -> None:
         self._load.started()
@@ -182,22 +187,12 @@ class Generation:
     def failed(self) -> None:
         self._fail(internal_error)
 
-    def _check_overflow_soon(self) -> None:
-        """A burst that arrived at once is no fault of the reader, which could not run meanwhile: it goes first."""
-        self._overflow_check_due = True
-        asyncio.get_running_loop().call_soon(self._check_overflow)
-
     def _check_overflow(self) -> None:
         self._overflow_check_due = False
-        if not any(inbox.overflows for inbox in self._inboxes):
-            return
-        if self._is_reading:
-            self._check_overflow_soon()  # it is at work on what came before, and goes on in its next turn
+        if self._make_error is not None or not any(inbox.overflows for inbox in self._inboxes):
             return
         log.warning("reader_too_slow", request_id=self.record.request_id, queued_bytes=sum(inbox.num_bytes for inbox in self._inboxes))
-        for inbox in self._inboxes:
-            self._drain(inbox)
-        self._taken.clear()
+        self._forget()
         self._fail(too_slow_reader)
         self.on_overflow()
 
@@ -205,7 +200,13 @@ class Generation:
         """One sequence's failure is the whole request's; the first failure stands."""
         self._make_error = self._make_error or make_error
         self._event.set()
-        self.close()
+        self._engine.abort(self._keys)
+
+    def _forget(self) -> None:
+        """What waits for the reader is for nobody."""
+        self._taken.clear()
+        for inbox in self._inboxes:
+            inbox.drain()
 
 
 def _size(output: SequenceOutput) -> int:

@@ -118,6 +118,70 @@ def test_a_reader_that_is_busy_elsewhere_is_too_slow() -> None:
     asyncio.run(asyncio.wait_for(stall(), DEADLINE_S))
 
 
+def test_a_burst_ahead_of_a_reader_that_waits_for_its_client_now_and_then_cuts_nobody() -> None:
+    """As after a stall: some messages in each turn, which in all are far more than may wait."""
+    num_choices, num_steps = 64, 1200
+
+    async def recover() -> None:
+        cut: list[bool] = []
+        with begun(num_choices) as generation:
+            generation.on_overflow = lambda: cut.append(True)
+
+            async def read() -> int:
+                num_read = 0
+                while not generation.finished:
+                    num_read += len(await generation.deltas())
+                    await asyncio.sleep(0)  # the transport is full for a turn
+                return num_read
+
+            reading = asyncio.create_task(read())
+            for first in range(0, num_steps, 4):
+                for position in range(first, first + 4):
+                    for index in range(num_choices):
+                        generation.output(output(index, position, "length" if position == num_steps - 1 else None))
+                await asyncio.sleep(0)
+            assert await reading == num_choices * num_steps
+            assert not cut
+
+    asyncio.run(asyncio.wait_for(recover(), DEADLINE_S))
+
+
+def test_what_comes_after_the_last_choice_has_ended_cuts_nobody() -> None:
+    async def end() -> None:
+        cut: list[bool] = []
+        with begun() as generation:
+            generation.on_overflow = lambda: cut.append(True)
+            generation.output(output(0, 0, "stop"))
+            assert len(await generation.deltas()) == 1
+            for position in range(1, MANY):
+                generation.output(output(0, position))
+            generation.close()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not cut
+
+    asyncio.run(asyncio.wait_for(end(), DEADLINE_S))
+
+
+def test_a_reader_that_falls_behind_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TAKEN_OUTPUTS", 2 * MANY)
+
+    async def fall_behind() -> None:
+        with begun() as generation:
+            reading = asyncio.create_task(read_all(generation, []))
+            for first in range(0, 100 * MANY, MANY):
+                for position in range(first, first + MANY):
+                    generation.output(output(0, position))
+                assert len(generation._taken) <= 3 * MANY
+                await asyncio.sleep(0)
+                if generation._make_error is not None:
+                    break
+            with pytest.raises(ApiError, match="did not read"):
+                await reading
+
+    asyncio.run(asyncio.wait_for(fall_behind(), DEADLINE_S))
+
+
 def test_what_came_before_a_failure_is_read_before_it() -> None:
     async def fail() -> None:
         sizes: list[int] = []
@@ -138,6 +202,8 @@ def test_a_client_that_leaves_ends_the_reading_at_once() -> None:
             for position in range(MANY):
                 generation.output(output(0, position))
             await generation.deltas()
+            for position in range(MANY, MANY + 10):
+                generation.output(output(0, position))
             generation.client_gone()
             with pytest.raises(ClientGoneError):
                 await generation.deltas()
