@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything is imported that reads them.
@@ -13,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads stall everybody on two cores
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from tests.helpers.tiny_model import tiny_model_path
@@ -24,6 +27,18 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 settings.register_profile("pagemill", deadline=None, derandomize=True, database=None)
 settings.load_profile("pagemill")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """What a test sets up for logging is for itself alone."""
+    handlers, level, was_configured = logging.root.handlers[:], logging.root.level, structlog.is_configured()
+    yield
+    if structlog.is_configured() and not was_configured:
+        structlog.reset_defaults()
+        logging.captureWarnings(False)
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

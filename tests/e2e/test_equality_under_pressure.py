@@ -64,6 +64,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Server, str]]:
     """A server, and the way in which it preempts."""
     preemption, dtype, plans = request.param
     flags = ["--dtype", dtype, "--preemption", preemption, "--max-plans-in-flight", plans, "--num-blocks", str(NUM_BLOCKS), "--block-size", "16"]
+    flags += ["--swap-memory", "0" if preemption == "recompute" else "16MiB"]
     with running_server(*flags, "--deterministic", "--max-num-batched-tokens", "32", "--check-invariants", model=tiny_checkpoint("vector-heads")) as server:
         yield server, preemption
 

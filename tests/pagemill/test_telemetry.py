@@ -5,25 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from pagemill.telemetry import LineLogger, configure, get_logger
 
 SECRET = "sk-very-secret"
-
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    structlog.reset_defaults()
-    logging.captureWarnings(False)
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
 
 
 def json_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
