@@ -75,7 +75,7 @@ class Authenticator:
         if self._admin_keys:
             key_id = self._admin_keys.identify(_presented(headers))
             if key_id is None:
-                raise invalid_api_key()
+                raise invalid_api_key(of_admin=True)
             return key_id
         client = scope.get("client")
         if client is None or not _is_loopback(client[0]) or not _is_loopback(_host_name(headers.getlist("host"))):

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from frontend import request_fields
-from frontend.errors import ApiError, body_timeout, body_too_large, invalid_json, invalid_value, unsupported_media_type
+from frontend.errors import ApiError, body_timeout, body_too_large, invalid_json, invalid_value, unsupported_content_encoding, unsupported_media_type
 from frontend.generation import ClientGoneError
 from frontend.request_context import context_of
 from frontend.request_fields import EndpointName
@@ -77,6 +77,8 @@ def check_head(headers: Headers) -> None:
     media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise unsupported_media_type()
+    if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+        raise unsupported_content_encoding()
     declared = headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise body_too_large(MAX_BODY_BYTES)

@@ -97,8 +97,8 @@ def reply_too_large(max_bytes: int) -> ApiError:
 # --- the client may not, or came to the wrong place ------------------------------------------------------
 
 
-def invalid_api_key() -> ApiError:
-    message = "A valid API key is required: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+def invalid_api_key(*, of_admin: bool = False) -> ApiError:
+    message = f"A valid {'admin' if of_admin else 'API'} key is required: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
     return ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -129,6 +129,10 @@ def body_too_large(max_bytes: int) -> ApiError:
 
 def unsupported_media_type() -> ApiError:
     return ApiError(415, "unsupported_media_type", "The request body must be JSON: send 'Content-Type: application/json'.")
+
+
+def unsupported_content_encoding() -> ApiError:
+    return ApiError(415, "unsupported_content_encoding", "The request body must not be compressed: send it without 'Content-Encoding'.")
 
 
 # --- the server cannot, or not now -----------------------------------------------------------------------

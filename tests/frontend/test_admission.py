@@ -177,6 +177,7 @@ def test_a_refusal_costs_no_task_and_is_on_record(judging: RunningFrontend) -> N
         ("POST", "/nowhere", {}, (404, "not_found")),
         ("GET", COMPLETIONS, {}, (405, "method_not_allowed")),
         ("POST", COMPLETIONS, {"Content-Type": "text/plain"}, (415, "unsupported_media_type")),
+        ("POST", COMPLETIONS, {"Content-Encoding": "br"}, (415, "unsupported_content_encoding")),
         ("POST", COMPLETIONS, {"Content-Length": "99999999"}, (413, "too_large")),
         ("POST", "/tokenize", {}, (429, "rate_limit_exceeded")),
     ],

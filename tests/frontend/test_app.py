@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import httpx
 import pytest
 
@@ -60,6 +62,8 @@ def test_requests_with_the_same_id_are_told_apart(frontend: RunningFrontend) -> 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
 def test_bodies_must_be_json_and_not_too_large(path: str, frontend: RunningFrontend) -> None:
     check_error(frontend.client.post(path, content="a=b", headers={"Content-Type": "application/x-www-form-urlencoded"}), 415, "unsupported_media_type")
+    packed = frontend.client.post(path, content=gzip.compress(b"{}"), headers={"Content-Type": "application/json", "Content-Encoding": "gzip"})
+    check_error(packed, 415, "unsupported_content_encoding")
     check_error(frontend.client.post(path, content=b"x" * (9 * 1024 * 1024)), 413, "too_large")
     assert frontend.client.get("/health").status_code == 200
 

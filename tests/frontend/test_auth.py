@@ -119,3 +119,5 @@ def test_with_an_admin_key_debug_needs_it_from_everywhere() -> None:
     assert status(auth, path="/debug/state", host="127.0.0.1", x_api_key="user") == 401
     assert status(auth, path="/debug/state", host="127.0.0.1") == 401
     assert status(auth, x_api_key="admin") == 401
+    with pytest.raises(ApiError, match="A valid admin key is required"):
+        auth.identify(scope(path="/debug/state", host="127.0.0.1"))
