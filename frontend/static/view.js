@@ -97,8 +97,12 @@ export class View {
 
   /** Stays at the end if the reader is there, and nowhere else. */
   keepUp() {
-    if (this.following) this.scroller.scrollTop = this.scroller.scrollHeight;
-    else byId("jump").hidden = false;
+    if (!this.following) {
+      byId("jump").hidden = false;
+      return;
+    }
+    this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.lastTop = this.scroller.scrollTop; // so that the event which tells of this is not taken for the reader's scrolling
   }
 
   follow() {
