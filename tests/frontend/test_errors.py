@@ -13,7 +13,7 @@ from pagemill.messages.frontend import Rejection
 from pagemill.messages.sequences import SequenceKey
 
 KEY = SequenceKey(0, 1, 1, 0)
-SAMPLES: dict[str, object] = {"str": "x" * 5000, "int": 7, "str | None": "field", "Rejection": Rejection(KEY, "queue_full", 1, 0)}
+SAMPLES: dict[str, object] = {"str": "x" * 5000, "int": 7, "bool": True, "str | None": "field", "Rejection": Rejection(KEY, "queue_full", 1, 0)}
 
 
 def made() -> list[ApiError]:
