@@ -258,6 +258,10 @@ def test_the_overload_benchmark_reports_every_phase() -> None:
     assert set(overload["statuses"]) <= {"200", "429"}
     assert overload["refused_without_retry_after"] == overload["probes_failed"] == crowd["probes_failed"] == 0
     assert totals["goodput_over_capacity"] == pytest.approx(overload["goodput_s"] / capacity["request_s"], rel=1e-3)
+    for line in (capacity, overload):
+        assert line["processors"].keys() == {"load", "frontend 0", "worker 0", "scheduler 0"}
+        assert line["processors"]["load"] > 0
+        assert line["processors"]["worker 0"] > 0
     assert (crowd["open"], crowd["broken"]) == (2, 0)
     assert sum(crowd["burst"]["statuses"].values()) == 60
     assert crowd["burst"]["statuses"]["429"] > 0
