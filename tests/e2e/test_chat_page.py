@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from tests.helpers.fake_openai import FakeOpenAI, fake_openai
 from tests.helpers.server import Server, running_server, wait_for
@@ -81,10 +81,10 @@ def fake(scripted: FakeOpenAI) -> FakeOpenAI:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The real one, with the tiny model, asking for a key."""
+    """The real one, with the tiny model, asking for a key. Its steps take so long that nobody is too slow to stop a long reply."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{KEY}\n")
-    with running_server("--num-blocks", "256", "--api-key-file", str(keys)) as server:
+    with running_server("--num-blocks", "256", "--api-key-file", str(keys), "--inject", "worker.forward=pause:0.01@*") as server:
         yield server
 
 
@@ -106,6 +106,15 @@ def assert_soon(page: Page, condition: str, what: str) -> None:
 
 def wait_for_growth(page: Page, pixels: int) -> None:
     assert_soon(page, f"messages.offsetHeight > {page.evaluate('messages.offsetHeight') + pixels}", "the reply goes on")
+
+
+def let_replies_go_on(page: Page) -> None:
+    """To the end of the context: a tiny random model may else end one with any token."""
+
+    def amend(route: Route) -> None:
+        route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", amend)
 
 
 def debug_state(server: Server) -> Any:
@@ -137,6 +146,7 @@ def test_a_message_is_answered_and_its_cost_is_shown(page: Page, server: Server)
 
 def test_stopping_a_long_reply_frees_its_blocks(page: Page, server: Server) -> None:
     page.add_init_script(f"sessionStorage.setItem('pagemill.key', '{KEY}')")
+    let_replies_go_on(page)
     page.goto(server.url)
     say(page, "Tell me everything.")
     expect(page.locator(".reply .text")).not_to_be_empty()
