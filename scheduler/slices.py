@@ -63,6 +63,7 @@ class StepBuilder:
         """The slice of a suspect that has the step to itself; none if it cannot run now, and then `build` may follow."""
         self._slices = {}
         self._tokens_left = self._config.max_num_batched_tokens
+        self._swapping.coming_step_s = 0.0
         self._preemption.head = self._alone = suspect
         if suspect.status is Status.RUNNING:
             self._plan(suspect)
@@ -84,6 +85,7 @@ class StepBuilder:
             if sequence.must_be_alone:
                 continue
             (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
+        self._swapping.coming_step_s = max(map(self._swapping.chunk_s, prefills), default=0.0)
         head = self._preemption.head = self._queues.head(admits)
         starting = head if head is not None and head.status is not Status.RUNNING and not head.must_be_alone else None
         reserved = 1 if starting is not None or (prefills and prefills[0] is head) else 0

@@ -50,11 +50,12 @@ class Swapping:
         self.swap = SwapSpace(0 if config.preemption == "recompute" else config.num_swap_slots)
         self.transfers = Transfers(config, memory.pool, self.swap)
         self.plan_id: PlanId = NO_PLAN  #: of the plan being built
+        self.coming_step_s = 0.0  #: what that plan takes at least, as far as known: the longest chunk of a prompt in it
         self.num_moved_tokens = 0
         self.num_arena_hit_tokens = 0
         self._prefill, self._on_lost = prefill, on_lost
         self._always_fetch = config.preemption == "swap"
-        self._block_bytes, self._block_size = config.block_bytes, config.block_size
+        self._block_bytes, self._block_size, self._max_step_tokens = config.block_bytes, config.block_size, config.max_num_batched_tokens
         #: Positions that are moved are counted by the blocks of this group.
         self._counted_group = next((number for number, group in enumerate(config.groups) if not group.window), 0)
         memory.on_behind = self._release_behind
@@ -227,7 +228,14 @@ class Swapping:
             return False
         num_blocks = sequence.num_absent + self.transfers.num_awaited("in")
         seconds = self.transfers.rates["in"].seconds(num_blocks * self._block_bytes)
-        return seconds <= _HURRY_SHARE * self.transfers.step_s
+        return seconds <= _HURRY_SHARE * max(self.transfers.step_s, self.coming_step_s, self.chunk_s(sequence))
+
+    def chunk_s(self, sequence: Sequence) -> float:
+        """What the next chunk of the sequence's prompt takes, which may be far from a step's mean; 0 if it decodes."""
+        if sequence.num_uncomputed_tokens <= 1:
+            return 0.0
+        first = sequence.num_computed_tokens
+        return self._prefill.seconds(first, min(sequence.num_tokens, first + self._max_step_tokens))
 
     def _bring_in_block(self, sequence: Sequence, index: int, group: int, hurry: bool) -> bool:
         """False if no more can be ordered now."""

@@ -250,6 +250,43 @@ def test_a_forward_waits_for_no_more_than_its_share_however_many_come_back() -> 
     assert [driver.outputs[key] for key in keys] == [expected(prompt(14, stem), 20) for stem in (1, 2)]
 
 
+@pytest.mark.parametrize(("prefill_tok_s", "waits"), [(1.0, True), (1e9, False)])
+def test_a_forward_waits_for_copies_that_are_short_beside_the_chunk_it_computes_however_short_steps_were_so_far(prefill_tok_s: float, waits: bool) -> None:
+    driver = manual_driver(num_blocks=12, num_swap_slots=32, preemption="swap", prefill_tok_s=prefill_tok_s, swap_in_bytes_s=SLOW_LINK)
+    driver.auto_transfers = True
+    for stem in (0, 5):  # the second one's blocks take the place of the first one's
+        start(driver, prompt(40, stem), max_tokens=2)
+        driver.run()
+    driver.auto_transfers = False
+    asking = driver.add([*prompt(24), 1, 2, 3], max_tokens=3)
+    driver.turn()
+    plan = driver.plans[-1]
+    assert {transfer.needed_by for transfer in plan.transfers if transfer.to_tier == "device"} == {plan.plan_id if waits else NONE}
+    assert len(plan.slices) == waits
+    finish_all(driver)
+    assert driver.outputs[asking] == expected([*prompt(24), 1, 2, 3], 3)
+    assert_nothing_held(driver)
+
+
+@pytest.mark.parametrize(("prefill_tok_s", "waits"), [(1.0, True), (1e9, False)])
+def test_a_forward_waits_for_copies_that_are_short_beside_a_chunk_of_somebody_else(prefill_tok_s: float, waits: bool) -> None:
+    driver = manual_driver(preemption="swap", max_num_seqs=2, max_num_batched_tokens=8, prefill_tok_s=prefill_tok_s, swap_in_bytes_s=SLOW_LINK)
+    key = start(driver, prompt(8), steps=2)
+    other = driver.add(prompt(40, 3), max_tokens=2, priority=1)
+    driver.step()
+    driver.handle(Preempt(key, "swap", 100))
+    driver.turn()
+    carry_out_all(driver)
+    driver.answer()
+    driver.turn()
+    sequence, plan = sequence_of(driver, key), driver.plans[-1]
+    assert sequence_of(driver, other).num_uncomputed_tokens > 1, "its prompt is still being computed"
+    assert {transfer.needed_by for transfer in plan.transfers if transfer.to_tier == "device"} == {plan.plan_id if waits else NONE}
+    assert (sequence.status is Status.RUNNING) == waits
+    finish_all(driver)
+    assert [driver.outputs[key], driver.outputs[other]] == [expected(prompt(8), 20), expected(prompt(40, 3), 2)]
+
+
 def test_a_copy_that_a_forward_waited_for_and_that_failed_voids_what_was_computed_on_it() -> None:
     driver = manual_driver(prefix_caching=False)
     driver.worker.fail_copy = lambda transfer: transfer.to_tier == "device"
