@@ -147,6 +147,22 @@ def test_pressure_scenarios_run_on_a_model_and_are_predicted(scenario: str, tmp_
     assert 0 <= totals["mean_abs_error"] <= totals["worst_abs_error"]
 
 
+@pytest.mark.parametrize("scenario", ["conversations", "converse", "long"])
+def test_at_full_length_conversations_go_on_as_if_the_pool_were_unlimited(scenario: str, capsys: Capture) -> None:
+    lines, summary = run_bench("simulate", ["--predict", scenario, "--policy", "auto", "--policy", "oracle"], capsys)
+    assert [line["policy"] for line in lines] == ["auto", "oracle"]
+    (ratios,) = summary["ratios"].values()
+    assert 1 <= ratios["auto_ttft_p50_over_oracle"] < 1.25
+    assert 1 <= ratios["auto_ttft_p99_over_oracle"] < 1.25
+
+
+def test_at_full_length_bursts_cost_jobs_next_to_nothing_and_do_not_wait_for_them(capsys: Capture) -> None:
+    _, summary = run_bench("simulate", ["--predict", "bursts", "--policy", "auto", "--policy", "recompute"], capsys)
+    (ratios,) = summary["ratios"].values()
+    assert ratios["auto_lost_s"] <= 0.1 * ratios["recompute_lost_s"]
+    assert ratios["auto_ttft_p99_over_idle"] < 1.2
+
+
 PRESSED_PEERS = """
 import json, os, sys
 blocks = int(os.environ.get("PEER_BLOCKS", 0))
@@ -201,3 +217,9 @@ def test_a_file_that_no_bench_printed_is_refused_in_one_line(text: str, story: s
     (tmp_path / "measured").write_text(text)
     with pytest.raises(SystemExit, match=story):
         load_bench("simulate").main(["--predict", "steady", "--measured", str(tmp_path / "measured")])
+
+
+def test_a_prediction_takes_no_option_of_the_simulated_gpu(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        load_bench("simulate").main(["--predict", "converse", "--max-num-seqs", "8"])
+    assert "--max-num-seqs is not for a prediction" in capsys.readouterr().err
