@@ -8,11 +8,15 @@ connections with them, have a server of their own.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -159,8 +163,15 @@ def stop_at_a_string(server: Server) -> None:
 
 
 def leave_a_stream(server: Server) -> None:
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY | {"stream": True, "max_tokens": 150}, timeout=60) as response:
-        next(response.iter_lines())
+    """The worker stands still until we are gone: the stream must not come to its end first."""
+    worker, address = server.child("worker 0"), urlsplit(server.url)
+    worker.suspend()
+    try:
+        with closing(HTTPConnection(str(address.hostname), address.port, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(BODY | {"stream": True, "max_tokens": 150}), {"Content-Type": "application/json"})
+            wait_for(lambda: at_rest(server) is None, 20, lambda: "the stream does not begin")
+    finally:
+        worker.resume()
 
 
 # --- frontends -------------------------------------------------------------------------------------------
