@@ -3,8 +3,8 @@
 Whoever wants to send one is admitted first (`frontend.overload`). A body is counted while it arrives, alone and with all
 others, and must arrive in time. Before anything parses it, its nesting is measured, so that no parser meets 20,000
 brackets; large ones are looked over and decoded in a thread, one by one, so that streams and probes go on. JSON is
-strict: no NaN, no lone surrogates, no invalid UTF-8, no key twice in any object. What is wrong is said with the field's name and
-without its value. This module must not know what fields mean.
+strict: no NaN, no lone surrogates, no invalid UTF-8, no key twice in any object. What is wrong is said with the field's
+path, in JSON's words, and without its value. This module must not know what fields mean.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _INNERMOST = re.compile(rb"\[[^\[\]]*\]")
 #: msgspec's words for a wrong value: what was expected and found, then the path to it.
 _COMPLAINT = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$(?P<path>[^`]*)`)?", re.DOTALL)
-_SAFE_COMPLAINT = re.compile(r"Expected `[a-z| ]+`, got `[a-z]+`|Object missing required field `[a-z_]+`")
+#: JSON's words for msgspec's.
+_KINDS = {"int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "an array", "object": "an object", "null": "null"}
+_KIND = "|".join(_KINDS)
+_WRONG_KIND = re.compile(rf"Expected `(?P<expected>(?:{_KIND})(?: \| (?:{_KIND}))*)`, got `(?P<found>{_KIND})`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[a-z_]+)`")
 
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
@@ -188,6 +192,18 @@ def _complaint(text: str, endpoint: EndpointName | None) -> ApiError:
     param = path.removeprefix(".").replace("[...]", "") or None
     if endpoint is not None and param is not None and param in request_fields.UNDERSTOOD[endpoint]:
         return request_fields.broken(endpoint, param)
-    what = match["what"] if _SAFE_COMPLAINT.fullmatch(match["what"]) else "It has a value that is not allowed"
+    missing = _MISSING.fullmatch(match["what"])
+    if missing is not None:
+        param = missing["name"] if param is None else f"{param}.{missing['name']}"
+        return invalid_value(param, f"'{param}' is required.")
     name = "The request body" if param is None else f"'{param}'"
-    return invalid_value(param, f"{name} is not valid. {what.replace('`', '')}.")
+    wrong = _WRONG_KIND.fullmatch(match["what"])
+    if wrong is None:
+        return invalid_value(param, f"{name} has a value that is not allowed.")
+    found = "a decimal number" if wrong["found"] == "float" else _KINDS[wrong["found"]]
+    return invalid_value(param, f"{name} must be {_any_of(wrong['expected'].split(' | '))}, not {found}.")
+
+
+def _any_of(kinds: list[str]) -> str:
+    *others, last = (_KINDS[kind] for kind in kinds)
+    return f"{', '.join(others)} or {last}" if others else last

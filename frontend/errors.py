@@ -65,6 +65,21 @@ def field_name(name: str) -> str | None:
     return name if _FIELD_NAME.fullmatch(name) else None
 
 
+# --- what has not become a request -----------------------------------------------------------------------
+
+
+def malformed_request() -> ApiError:
+    return ApiError(400, "malformed_request", "This is not a valid HTTP request.")
+
+
+def url_too_long(max_bytes: int) -> ApiError:
+    return ApiError(414, "url_too_long", f"The request's URL has more than {max_bytes} bytes.")
+
+
+def headers_too_large(max_lines: int, max_bytes: int) -> ApiError:
+    return ApiError(431, "headers_too_large", f"The request has more than {max_lines} header lines or {max_bytes} bytes of them.")
+
+
 # --- 400: the request is wrong ---------------------------------------------------------------------------
 
 
@@ -80,18 +95,24 @@ def unsupported_parameter(param: str, message: str | None = None) -> ApiError:
     return ApiError(400, "unsupported_parameter", message or f"'{param}' is not supported by this server.", param)
 
 
+def misnamed_parameter(param: str, right: str) -> ApiError:
+    """A name from elsewhere; `right` says in words what it is called here."""
+    return ApiError(400, "unsupported_parameter", f"'{param}' is not supported by this route: use {right}.", param)
+
+
 def unknown_parameter(name: str) -> ApiError:
     known = field_name(name)
     return ApiError(400, "unknown_parameter", f"Nobody knows the field '{known or '(unprintable)'}', and this server runs with --strict-request.", known)
 
 
-def context_length_exceeded(param: str, max_model_len: int, asked: str) -> ApiError:
+def context_length_exceeded(param: str | None, max_model_len: int, asked: str) -> ApiError:
     """`asked` names the number of tokens asked for, in words."""
     return ApiError(400, "context_length_exceeded", f"This model's context length is {max_model_len} tokens, but {asked}.", param)
 
 
 def reply_too_large(max_bytes: int) -> ApiError:
-    return ApiError(400, "reply_too_large", f"The reply has more than {max_bytes} bytes: ask for less, or set 'stream'.", "stream")
+    message = f"A reply that is not streamed may have {max_bytes} bytes, and this one has more: ask for less, or set 'stream'."
+    return ApiError(400, "reply_too_large", message, "stream")
 
 
 # --- the client may not, or came to the wrong place ------------------------------------------------------
@@ -193,11 +214,15 @@ def too_slow_reader() -> ApiError:
     return ApiError(503, "too_slow", "The client did not read its stream; the request was aborted.")
 
 
+def too_far_behind() -> ApiError:
+    return ApiError(503, "too_slow", "Much more was generated than could be sent by now; the request was aborted.")
+
+
 def rejected(rejection: Rejection, retry_after_s: int = 1) -> ApiError:
     """Why the scheduler will not run a sequence."""
     match rejection.reason:
         case "exceeds_model_length":
-            return context_length_exceeded("messages", rejection.available, f"{rejection.required} tokens were asked for")
+            return context_length_exceeded(None, rejection.available, f"{rejection.required} tokens were asked for")
         case "exceeds_kv_cache":
             message = f"The request needs room for {rejection.required} tokens, but the KV cache holds {rejection.available}."
             return ApiError(400, "context_length_exceeded", message)

@@ -1,9 +1,10 @@
 """A request that is being generated: the one source of deltas for streamed and buffered replies alike.
 
-A `Generation` is the sink of all sequences of one request. Outputs queue up per sequence until the reply's writer takes
-them; a writer that never comes (a client that does not read) makes its own request end, never memory grow. While a
-process restarts no outputs come, and a reader sees a pause. Whoever starts a generation closes it: what still runs is
-then aborted. One reader at a time.
+A `Generation` is the sink of all sequences of one request. Outputs queue up until the reply's writer takes them. A writer
+that stays away (its client does not read) makes its own request end, never memory grow; one that comes again and again
+may be as late as it likes, while there is memory for what waits (`frontend.overload`). While a process restarts no
+outputs come, and a reader sees a pause. Whoever starts a generation closes it: what still runs is then aborted. One reader
+at a time.
 This module must not know HTTP or the shape of replies.
 """
 
@@ -16,18 +17,19 @@ from functools import partial
 
 from frontend.choice import Choice, Delta
 from frontend.engine import Engine
-from frontend.errors import ApiError, internal_error, rejected, sequence_failed, too_slow_reader
+from frontend.errors import ApiError, internal_error, rejected, sequence_failed, too_far_behind, too_slow_reader
 from frontend.overload import Load
 from frontend.request_metrics import RequestRecord
 from pagemill.messages.frontend import AddRequest, Rejection, SequenceOutput
 from pagemill.messages.sequences import SequenceKey
 from pagemill.telemetry import get_logger
 
-#: What may wait for a reader, per sequence.
-MAX_QUEUED_OUTPUTS = 256
-MAX_QUEUED_BYTES = 1024 * 1024
-#: What a reader takes ahead of its own work, of all sequences together; beyond it the queues fill.
-MAX_TAKEN_OUTPUTS = 65_536
+#: What may come for each sequence while the reader is away: some hundreds of tokens, beside what the connection buffers.
+MAX_UNSEEN_BYTES = 192 * 1024
+#: What an output takes up in memory, each of its tokens, and the logprobs of one beside their arrays.
+_OUTPUT_BYTES = 336
+_TOKEN_BYTES = 32
+_LOGPROBS_BYTES = 180
 #: Tokens that one reader turns into text and JSON in one turn of the event loop: up to 2 ms, with twenty logprobs each.
 _TOKENS_A_TURN = 64
 
@@ -38,45 +40,38 @@ class ClientGoneError(Exception):
     """Nobody is there to answer."""
 
 
-class _Inbox:
-    """Outputs of one sequence that wait for the reader."""
-
-    __slots__ = ("num_bytes", "outputs", "started")
-
-    def __init__(self) -> None:
-        self.outputs: list[SequenceOutput] = []
-        self.num_bytes = 0
-        self.started = False  #: its first output has arrived
-
-    @property
-    def overflows(self) -> bool:
-        return len(self.outputs) > MAX_QUEUED_OUTPUTS or self.num_bytes > MAX_QUEUED_BYTES
-
-    def drain(self) -> list[SequenceOutput]:
-        outputs, self.outputs, self.num_bytes = self.outputs, [], 0
-        return outputs
-
-
 class Generation:
     """All choices of all prompts of one request, in one queue of events. `choices[i]` belongs to the sequence of choice i."""
 
     def __init__(
-        self, engine: Engine, record: RequestRecord, load: Load, choices: Sequence[Choice], num_prompt_tokens: int, n: int, *, log_texts: bool = False
+        self,
+        engine: Engine,
+        record: RequestRecord,
+        load: Load,
+        choices: Sequence[Choice],
+        num_prompt_tokens: int,
+        n: int,
+        *,
+        num_certain_tokens: int = 0,
+        log_texts: bool = False,
     ) -> None:
         self.record = record
         self.choices = choices
         self.num_prompt_tokens = num_prompt_tokens  #: of all prompts, each counted once
+        self.num_certain_tokens = num_certain_tokens  #: of all choices: only a failure can make them fewer
         self.on_overflow: Callable[[], None] = lambda: None  #: called when the reader is too slow; set by who can cut the connection
         self._engine = engine
         self._load = load
         self._n = n
         self._keys: tuple[SequenceKey, ...] = ()
-        self._inboxes = [_Inbox() for _ in choices]
+        self._begun: set[int] = set()  #: choices whose first output has arrived
         self._cached = [0] * len(choices)
         self._make_error: Callable[[], ApiError | ClientGoneError] | None = None  #: what the reader is told; kept itself, it would refer to its reader
-        self._event = asyncio.Event()
-        self._taken: deque[SequenceOutput] = deque()  #: by the reader out of the inboxes, in order for each choice
-        self._overflow_check_due = False
+        self._event = asyncio.Event()  #: there is something for the reader
+        self._waiting: deque[SequenceOutput] = deque()  #: for the reader
+        self._num_waiting_bytes = 0
+        self._num_unseen_bytes = 0  #: of what has come since the reader was last here
+        self._is_absence_suspected = False  #: it will be looked at in the next turn
         self._texts: list[list[str]] | None = [[] for _ in choices] if log_texts else None
 
     def start(self, sequences: Sequence[AddRequest]) -> None:
@@ -103,8 +98,8 @@ class Generation:
 
     async def deltas(self, timeout_s: float | None = None) -> list[Delta]:
         """What is new, as much as a turn of the event loop allows; nothing if time ran out first. Raises ApiError or ClientGoneError."""
-        if self._taken or self._event.is_set():
-            self._empty_inboxes()
+        self._num_unseen_bytes = 0
+        if self._event.is_set():
             await asyncio.sleep(0)  # others go first
         else:
             try:
@@ -112,12 +107,14 @@ class Generation:
                     await self._event.wait()
             except TimeoutError:
                 return []
-            self._empty_inboxes()
-        if self._make_error is not None:
-            self._event.set()  # to be raised once what came before it has been given
-            if not self._taken:
-                raise self._make_error()
-        return list(self._take_some())
+        self._num_unseen_bytes = 0
+        if self._make_error is not None and not self._waiting:
+            raise self._make_error()
+        deltas = list(self._take_some())
+        self._load.hold_unread(self._num_waiting_bytes)
+        if not self._waiting and self._make_error is None:
+            self._event.clear()
+        return deltas
 
     @property
     def finished(self) -> bool:
@@ -132,17 +129,11 @@ class Generation:
         """Of prompts, each counted once: the first choice of each says what the cache held."""
         return sum(self._cached[:: self._n])
 
-    def _empty_inboxes(self) -> None:
-        """The reader has come for what waits, however much of it has to wait for its next turns."""
-        self._event.clear()
-        if len(self._taken) < MAX_TAKEN_OUTPUTS:
-            for inbox in self._inboxes:
-                self._taken += inbox.drain()
-
     def _take_some(self) -> Iterator[Delta]:
         num_tokens = 0
-        while self._taken and num_tokens < _TOKENS_A_TURN:
-            output = self._taken.popleft()
+        while self._waiting and num_tokens < _TOKENS_A_TURN:
+            output = self._waiting.popleft()
+            self._num_waiting_bytes -= _size(output)
             if self.choices[output.key.choice].finish is None:  # else it was on its way when a stop string was found
                 num_tokens += len(output.token_ids)
                 yield self._take(output.key.choice, output)
@@ -162,9 +153,8 @@ class Generation:
     # --- the engine's side --------------------------------------------------------------------------------
 
     def output(self, output: SequenceOutput) -> None:
-        inbox = self._inboxes[output.key.choice]
-        if not inbox.started:
-            inbox.started = True
+        if output.key.choice not in self._begun:
+            self._begun.add(output.key.choice)
             self._load.started()
         self.record.observe(output.key.choice, output)
         if output.finish_reason == "error":
@@ -172,13 +162,17 @@ class Generation:
             self._fail(partial(sequence_failed, output.error))
             return
         self._cached[output.key.choice] = max(self._cached[output.key.choice], output.num_cached_tokens)
-        inbox.outputs.append(output)
-        inbox.num_bytes += _size(output)
+        self._waiting.append(output)
+        size = _size(output)
+        self._num_waiting_bytes += size
+        self._num_unseen_bytes += size
         self._event.set()
-        if inbox.overflows and not self._overflow_check_due:
+        if not self._load.hold_unread(self._num_waiting_bytes):
+            self._give_up(too_far_behind)
+        elif self._is_much_unseen and not self._is_absence_suspected:
             # A burst that arrived at once is no fault of the reader, which could not run meanwhile: it goes first.
-            self._overflow_check_due = True
-            asyncio.get_running_loop().call_soon(self._check_overflow)
+            self._is_absence_suspected = True
+            asyncio.get_running_loop().call_soon(self._look_for_reader)
 
     def rejected(self, rejection: Rejection) -> None:
         self._load.started()
@@ -187,14 +181,21 @@ class Generation:
     def failed(self) -> None:
         self._fail(internal_error)
 
-    def _check_overflow(self) -> None:
-        self._overflow_check_due = False
-        if self._make_error is not None or not any(inbox.overflows for inbox in self._inboxes):
-            return
-        log.warning("reader_too_slow", request_id=self.record.request_id, queued_bytes=sum(inbox.num_bytes for inbox in self._inboxes))
+    @property
+    def _is_much_unseen(self) -> bool:
+        return self._num_unseen_bytes > MAX_UNSEEN_BYTES * len(self.choices)
+
+    def _look_for_reader(self) -> None:
+        """Whoever has not come by now stands before a connection that takes nothing, and cannot be told."""
+        self._is_absence_suspected = False
+        if self._is_much_unseen and self._make_error is None:
+            self._give_up(too_slow_reader)
+            self.on_overflow()
+
+    def _give_up(self, make_error: Callable[[], ApiError]) -> None:
+        log.warning("reader_too_slow", request_id=self.record.request_id, waiting_bytes=self._num_waiting_bytes, unseen_bytes=self._num_unseen_bytes)
         self._forget()
-        self._fail(too_slow_reader)
-        self.on_overflow()
+        self._fail(make_error)
 
     def _fail(self, make_error: Callable[[], ApiError | ClientGoneError]) -> None:
         """One sequence's failure is the whole request's; the first failure stands."""
@@ -204,14 +205,14 @@ class Generation:
 
     def _forget(self) -> None:
         """What waits for the reader is for nobody."""
-        self._taken.clear()
-        for inbox in self._inboxes:
-            inbox.drain()
+        self._waiting.clear()
+        self._num_waiting_bytes = self._num_unseen_bytes = 0
+        self._load.hold_unread(0)
 
 
 def _size(output: SequenceOutput) -> int:
-    """Bytes that an output holds, roughly."""
-    size = 64 + 8 * len(output.token_ids)
+    """Bytes that an output takes up, roughly."""
+    size = _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
     for logprobs in output.logprobs:
-        size += 64 + len(logprobs.top_ids) + len(logprobs.top_logprobs)
+        size += _LOGPROBS_BYTES + len(logprobs.top_ids) + len(logprobs.top_logprobs)
     return size

@@ -1,11 +1,12 @@
 """The HTTP server: uvicorn with httptools on an inherited listening socket, and the guards that it lacks.
 
-Guards: connections are bounded in number; header lines, their size and the time they take are bounded, and so is the time
-in which a client takes or sends nothing at all; a malformed request is answered in the API's error shape; a client that
-leaves is noticed whatever it sent ahead; an offer to upgrade is passed over; the application can drop a connection whose
-client does not read (`ABORT_EXTENSION`), and knows which is one too many (`SURPLUS_EXTENSION`). What it refuses for the
-head of a request is answered while that is parsed, without a task. Signals are left to the launcher, proxies' headers are
-not believed.
+Guards: connections are bounded in number; the URL, header lines, their size and the time they take are bounded, and so is
+the time in which a client takes or sends nothing at all; a malformed request is answered in the API's error shape; whoever
+is still sending when the last answer is given is heard out for a moment, or it would lose the answer to a reset; a client
+that leaves is noticed whatever it sent ahead; an offer to upgrade is passed over; the application can drop a connection
+whose client does not read (`ABORT_EXTENSION`), and knows which is one too many (`SURPLUS_EXTENSION`). What it refuses for
+the head of a request is answered while that is parsed, without a task. Signals are left to the launcher, proxies' headers
+are not believed.
 This module must not know what is served.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
 import socket
 from collections.abc import Callable, Iterator
@@ -27,9 +29,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from frontend.acceptor import Acceptor
 from frontend.app import ABORT_EXTENSION, SURPLUS_EXTENSION, Refusal
 from frontend.connection_limit import ConnectionLimit
-from frontend.errors import ApiError, too_many_connections
+from frontend.errors import ApiError, headers_too_large, malformed_request, too_many_connections, url_too_long
 from frontend.watchdog import Watchdog
 
+MAX_URL_BYTES = 8 * 1024
 MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADER_LINES = 100
 HEADER_TIMEOUT_S = 30.0
@@ -42,12 +45,9 @@ WRITE_TIMEOUT_S = 60.0
 LINGER_S = 2.0
 #: Requests that may wait for their turn on one connection, and bytes behind them that are kept unparsed.
 MAX_PIPELINED = 16
-MAX_BACKLOG_BYTES = 1024 * 1024
+MAX_BACKLOG_BYTES = 256 * 1024
 #: After everything has been ended, connections get this long to take their last bytes.
 SHUTDOWN_TIMEOUT_S = 3
-
-_MALFORMED = ApiError(400, "malformed_request", "This is not a valid HTTP request.")
-_TOO_LARGE = ApiError(431, "headers_too_large", f"The request has more than {MAX_HEADER_LINES} header lines or {MAX_HEADER_BYTES} bytes of them.")
 
 #: Judges a request by its head: what it is refused with, or None.
 Judge = Callable[[Scope], Refusal | None]
@@ -101,31 +101,33 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-class HeadersTooLargeError(Exception):
-    """Raised inside the parser, which then gives up."""
+class Phase(enum.Enum):
+    """What is being read from a connection. Each request leads from HEAD to BODY, an offer to upgrade once more by way of REPLAY; LINGER is the end."""
+
+    HEAD = enum.auto()  #: of a request, be it begun or not
+    BODY = enum.auto()  #: of a request whose head has been handled, be there one or not
+    REPLAY = enum.auto()  #: a head that has been handled, which the parser needs once more
+    LINGER = enum.auto()  #: nothing any more: the last answer has been given, though the client still sends
 
 
-class TooManyPipelinedError(Exception):
-    """Raised inside the parser, which then gives up."""
+class _HeardOut:
+    """The connection as an answer sees it: closed by the protocol, which hears a client out that is still sending."""
 
-
-class ConnectionOverError(Exception):
-    """Raised inside the parser, which then gives up: nothing is begun after the last answer."""
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. An `ApiError` that is raised inside the parser makes it give up, and is the last answer."""
 
     _is_surplus = False
+    _phase = Phase.HEAD
     _num_header_bytes = 0
     _num_header_lines = 0
-    _reading_headers = True
-    _headers_too_large = False
-    _replaying = False  #: a head that has been handled is parsed once more
-    _is_lingering = False  #: the last answer has been given, though the client still sends
     _has_refused = False  #: since something was last received
     _running: RequestResponseCycle | None = None
-    _backlog = b""
     _idle: Watchdog  #: of the time without a request
     _unread: Watchdog  #: of the time in which the client takes nothing
 
@@ -133,6 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(**of_the_server)
         self._limit = limit
         self._judge = judge
+        self._backlog = bytearray()  #: received while requests wait for their turn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -155,12 +158,14 @@ class GuardedProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # the base class forgets it where the client broke off
+        self.cycle = self._running = None  # type: ignore[assignment]  # they refer to this object as well
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """While requests wait for their turn, what follows them waits unparsed. It is read all the same: who does not read does not see the client leave."""
-        if self._is_lingering:
+        if self._phase is Phase.LINGER:
             return
         if self.pipeline:
             self._backlog += data
@@ -169,12 +174,12 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._has_refused = False
-        unfinished_bytes = len(data) if self._reading_headers else 0
+        unfinished_bytes = len(data) if self._phase is Phase.HEAD else 0
         self._parse(data)
-        self._num_header_bytes += unfinished_bytes if self._reading_headers else 0
-        if self._num_header_bytes > MAX_HEADER_BYTES and self._reading_headers and not self.transport.is_closing():
-            self._headers_too_large = True
-            self.send_400_response("")
+        if self._phase is Phase.HEAD:
+            self._num_header_bytes += unfinished_bytes
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._give_up(headers_too_large(MAX_HEADER_LINES, MAX_HEADER_BYTES))
         if self.pipeline and not self.transport.is_closing():
             self.flow.resume_reading()
             self._idle.disarm()  # headers begun ahead of their turn are not late
@@ -186,10 +191,12 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as stop:
+                if self._is_over:
+                    return
                 data = data[stop.args[0] :]
                 self._resume_http()
-            except httptools.HttpParserError:
-                self.send_400_response("")
+            except httptools.HttpParserError as error:
+                self._give_up(error.__context__)
                 return
 
     def _resume_http(self) -> None:
@@ -199,9 +206,9 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._replaying = True
+        self._phase = Phase.REPLAY
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % header for header in framing) + b"\r\n")
-        self._replaying = False
+        self._phase = Phase.BODY
 
     def _framing_of_upgrade(self) -> list[tuple[bytes, bytes]]:
         """The headers that announce a body of a request which offers to upgrade; nothing for other requests."""
@@ -212,37 +219,40 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- the parser's callbacks ---------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._replaying:
+        if self._phase is Phase.REPLAY:
             return
         if self._is_over:
-            raise ConnectionOverError
+            raise malformed_request()  # nobody hears it: nothing is begun after the last answer
         super().on_message_begin()
         self._num_header_bytes = self._num_header_lines = 0
-        self._reading_headers = True
+        self._phase = Phase.HEAD
         self._idle.arm(self._header_timeout_s)
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort, SURPLUS_EXTENSION: self._is_surplus}  # type: ignore[dict-item]
 
     def on_url(self, url: bytes) -> None:
-        if not self._replaying:
-            super().on_url(url)
+        """Called for each part that arrives."""
+        if self._phase is Phase.REPLAY:
+            return
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            raise url_too_long(MAX_URL_BYTES)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called for trailers as well."""
-        if self._replaying:
+        if self._phase is Phase.REPLAY:
             return
         self._num_header_lines += 1
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_lines > MAX_HEADER_LINES or self._num_header_bytes > MAX_HEADER_BYTES:
-            self._headers_too_large = True
-            raise HeadersTooLargeError
+            raise headers_too_large(MAX_HEADER_LINES, MAX_HEADER_BYTES)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._replaying:
+        if self._phase is Phase.REPLAY:
             return
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise TooManyPipelinedError
-        self._reading_headers = False
+            raise malformed_request()
+        self._phase = Phase.BODY
         self._idle.disarm()
         super().on_headers_complete()
 
@@ -259,6 +269,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running = cycle
         refusal = self._refusal(cycle)
         if refusal is None:
+            cycle.transport = _HeardOut(self.transport, self._end)  # type: ignore[assignment]  # no more of it is used
             super()._start_asgi_task(cycle, app)
             return
         cycle.response_started = cycle.response_complete = True
@@ -273,11 +284,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self._idle.arm(HEADER_TIMEOUT_S)  # for a client that does not take the answer
         cycle.on_response = _nothing  # as at the end of a task: the two would refer to each other for good
 
+    def _end(self) -> None:
+        """After the last answer, or in the middle of one that failed."""
+        if self._is_over:
+            return
+        if self._running is not None and self._running.more_body and _announces_body(self._running):
+            self._linger()
+        else:
+            self.transport.close()
+
     def _linger(self) -> None:
         """Says that this was all, and throws away what comes for a moment: a client that is still sending would lose the answer to a reset."""
-        self._is_lingering = True
+        self._phase = Phase.LINGER
         self.pipeline.clear()
-        self._backlog = b""
+        self._backlog.clear()
         self.flow.resume_reading()
         self.transport.write_eof()
         self._idle.arm(LINGER_S)
@@ -293,12 +313,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_lingering:
+        if self._phase is Phase.LINGER:
             return
         if self.cycle.response_complete:
             self._idle.arm(HEADER_TIMEOUT_S)  # also for a body that nobody wanted to read, and which may never end
         if self._backlog and not self.pipeline and not self.transport.is_closing():
-            backlog, self._backlog = self._backlog, b""
+            backlog = bytes(self._backlog)
+            self._backlog.clear()
             self.data_received(backlog)
 
     def pause_writing(self) -> None:
@@ -309,12 +330,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread.disarm()
         super().resume_writing()
 
-    def send_400_response(self, msg: str) -> None:
-        """Written only where no other response is being written, and none was the last."""
+    def _give_up(self, cause: BaseException | None) -> None:
+        """Answers what cannot be parsed any further, but only where no other response is being written, and none was the last."""
         if self._is_over:
             return
-        if self._running is None or self._running.response_complete or not self._running.response_started:
-            self._write_error(_TOO_LARGE if self._headers_too_large else _MALFORMED)
+        running, error = self._running, cause if isinstance(cause, ApiError) else malformed_request()
+        if running is None or running.response_complete:
+            self._write_error(error)
+            self._linger()
+            return
+        if not running.response_started:
+            self._write_error(error)
         self.transport.close()
 
     def _write_error(self, error: ApiError, *, keep_alive: bool = False, request_id: str = "") -> None:
@@ -330,7 +356,7 @@ class GuardedProtocol(HttpToolsProtocol):
     @property
     def _is_over(self) -> bool:
         """No request is begun any more, and nothing answered."""
-        return self._is_lingering or self.transport.is_closing()
+        return self._phase is Phase.LINGER or self.transport.is_closing()
 
     @property
     def _header_timeout_s(self) -> float:

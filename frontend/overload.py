@@ -3,9 +3,9 @@
 A request is judged when its head is there, before its body is read, parsed or tokenized: at ten times the load, nine
 requests of ten must cost next to nothing. The scheduler's queue is the truth that all frontends share. Its last snapshot,
 what this process had sent that was not in there yet, and what it has handed over and seen started since, say how full it
-is; how fast it empties says when to come again. Large bodies are bounded together, in bytes, and so are large replies that
-are gathered to be sent whole; work is spread over turns of the event loop, so that a burst of requests delays neither
-probes nor streams. Must not know HTTP, nor what a request asks for.
+is; how fast it empties says when to come again. Large bodies are bounded together, in bytes, and so is what is held of
+replies: what is gathered to be sent whole, and what waits to be read. Work is spread over turns of the event loop, so that
+a burst of requests delays neither probes nor streams. Must not know HTTP, nor what a request asks for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagemill.telemetry import get_logger
 #: Bodies larger than a connection buffers anyway may hold this much together.
 MAX_BODY_BYTES_HELD = 64 * 1024 * 1024
 SMALL_BODY_BYTES = 64 * 1024
-#: What one reply may grow to unless it is streamed, and what all together may hold; small ones grow in any case.
+#: What may be held of one reply and of all together; of small ones in any case.
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 MAX_REPLY_BYTES_HELD = 512 * 1024 * 1024
 SMALL_REPLY_BYTES = 1024 * 1024
@@ -49,7 +49,7 @@ class Overload:
         self.max_num_queued = max_num_queued  #: sequences that may wait for the scheduler
         self.num_unheard: Callable[[], int] = lambda: 0  #: sequences that were on their way to the scheduler when it took its last snapshot
         self.body_bytes = 0  #: of bodies that are being read or tokenized
-        self.reply_bytes = 0  #: of replies that are being gathered or sent whole
+        self.reply_bytes = 0  #: of replies that are being gathered or sent whole, and of output that waits to be read
         self.pacer = Pacer()  #: of requests that are about to send a body, which wait for their turn to be begun
         self._num_preparing = 0  #: requests between their last byte and the scheduler
         self._num_seats = 0  #: sequences that can run at once
@@ -111,12 +111,23 @@ class Overload:
             self._num_refused += 1
             raise bodies_full(self.retry_after_s())
 
-    def require_reply_room(self, num_bytes: int) -> None:
-        """For a reply that has so many bytes by now, which count already. Raises ApiError (400, 429)."""
+    def require_reply_size(self, num_bytes: int) -> None:
+        """For a reply that will have at least so many bytes. Raises ApiError (400)."""
         if num_bytes > MAX_REPLY_BYTES:
             raise reply_too_large(MAX_REPLY_BYTES)
-        if num_bytes > SMALL_REPLY_BYTES and self.reply_bytes > MAX_REPLY_BYTES_HELD:
+
+    def require_reply_room(self, num_bytes: int) -> None:
+        """For a reply that has so many bytes by now, which count already. Raises ApiError (400, 429)."""
+        self.require_reply_size(num_bytes)
+        if not self._has_reply_room(num_bytes):
             raise replies_full(self.retry_after_s())
+
+    def has_unread_room(self, num_bytes: int) -> bool:
+        """For output of one request that waits to be read and has so many bytes by now, which count already."""
+        return num_bytes <= MAX_REPLY_BYTES and self._has_reply_room(num_bytes)
+
+    def _has_reply_room(self, num_bytes: int) -> bool:
+        return num_bytes <= SMALL_REPLY_BYTES or self.reply_bytes <= MAX_REPLY_BYTES_HELD
 
     # --- the scheduler ------------------------------------------------------------------------------------
 
@@ -144,12 +155,13 @@ class Overload:
 class Load:
     """What one request weighs on this process. Whoever opened it closes it, which takes everything back."""
 
-    __slots__ = ("_is_preparing", "_num_body_bytes", "_num_queued", "_num_reply_bytes", "_overload")
+    __slots__ = ("_is_preparing", "_num_body_bytes", "_num_queued", "_num_reply_bytes", "_num_unread_bytes", "_overload")
 
     def __init__(self, overload: Overload) -> None:
         self._overload = overload
         self._num_body_bytes = 0
         self._num_reply_bytes = 0
+        self._num_unread_bytes = 0
         self._num_queued = 0
         self._is_preparing = False
 
@@ -188,11 +200,21 @@ class Load:
         self._num_reply_bytes = num_bytes
         self._overload.require_reply_room(num_bytes)
 
+    def expect(self, num_bytes: int) -> None:
+        """A reply that is to be sent whole will have at least so many bytes. Raises ApiError (400) if that is too much already."""
+        self._overload.require_reply_size(num_bytes)
+
+    def hold_unread(self, num_bytes: int) -> bool:
+        """So many bytes of output wait to be read. False if that is too much, alone or together with others."""
+        self._overload.reply_bytes += num_bytes - self._num_unread_bytes
+        self._num_unread_bytes = num_bytes
+        return self._overload.has_unread_room(num_bytes)
+
     def close(self) -> None:
         """It has been answered, or nobody waits for the answer."""
         self._overload.left_queue(self._num_queued)
-        self._overload.reply_bytes -= self._num_reply_bytes
-        self._num_queued = self._num_reply_bytes = 0
+        self._overload.reply_bytes -= self._num_reply_bytes + self._num_unread_bytes
+        self._num_queued = self._num_reply_bytes = self._num_unread_bytes = 0
         self._prepared()
 
     def _prepared(self) -> None:

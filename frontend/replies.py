@@ -3,7 +3,8 @@
 An endpoint brings a `ReplyFormat`, which knows its JSON; this file knows the order of things. Streams: the first chunk
 of each choice, chunks of text, a chunk of its own for each finish, one for usage, `[DONE]`. Everything that is ready
 goes out in one write. Nothing is sent before the first tokens are there, so that whatever the scheduler refuses is still
-an ordinary error; a request that waits longer gets its stream, and comments to keep it alive.
+an ordinary error; a request that waits longer gets its stream, and comments to keep it alive. A buffered reply ends its
+request as soon as it is too large, or certain to become so.
 This module must not know JSON.
 """
 
@@ -25,13 +26,18 @@ from frontend.errors import ApiError, internal_error
 from frontend.generation import ClientGoneError, Generation
 from frontend.overload import Load
 from frontend.request_context import context_of
+from frontend.validation import GenerationRequest
 from frontend.whole_reply import Outcome, Pieces, WholeReply
+from pagemill.ids import pack_ids
+from pagemill.messages.sequences import TokenLogprobs
 from pagemill.telemetry import get_logger
 
 #: An idle stream carries a comment this often, for proxies that drop silent connections.
 KEEP_ALIVE_S = 15.0
 #: A stream begins after this time even if nothing has been generated.
 PATIENCE_S = 10.0
+#: An id outside of every vocabulary, which is shown as an empty text.
+_SHORTEST_TOKEN = 2**31 - 1
 
 log = get_logger("frontend.replies")
 
@@ -52,12 +58,15 @@ class ReplyFormat(Protocol):
     def whole(self, outcomes: list[Outcome], generation: Generation) -> Pieces: ...
 
 
-async def reply(request: Request, generation: Generation, form: ReplyFormat, *, stream: bool) -> Response:
+async def reply(request: Request, wanted: GenerationRequest, generation: Generation, form: ReplyFormat) -> Response:
     """The response to a running generation, which is closed when the response has ended. Raises ApiError or ClientGoneError."""
     generation.on_overflow = context_of(request).cut_connection
-    if not stream:
+    if not wanted.stream:
+        load = context_of(request).load
         async with _watched(request.receive, generation):
-            return WholeReply(form.whole(await _gather(generation, form, context_of(request).load), generation))
+            if generation.num_certain_tokens:
+                load.expect(generation.num_certain_tokens * _least_bytes_a_token(form, max(0, wanted.sampling.num_logprobs)))
+            return WholeReply(form.whole(await _gather(generation, form, load), generation))
     async with _watched(request.receive, generation) as watch:
         deltas = await generation.deltas(PATIENCE_S)
         watch.keep = True
@@ -73,6 +82,12 @@ async def _gather(generation: Generation, form: ReplyFormat, load: Load) -> list
             num_bytes += outcomes[delta.choice].add(delta, form.logprobs(delta.entries))
         load.gather(num_bytes)
     return outcomes
+
+
+def _least_bytes_a_token(form: ReplyFormat, num_top: int) -> int:
+    """What a token takes up in a reply however short its text is, with so many others beside it: nothing where no logprobs are shown."""
+    shortest = TokenEntry(_SHORTEST_TOKEN, 0, TokenLogprobs(0.0, pack_ids([_SHORTEST_TOKEN] * num_top), bytes(4 * num_top)))
+    return Outcome(form.logprobs(())).add(Delta(0, "", (shortest,), 1), form.logprobs((shortest,)))
 
 
 class EventStream(Response):

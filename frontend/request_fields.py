@@ -4,7 +4,8 @@ Every field that this server, OpenAI's specification or other servers' extension
 
   understood   has a `Rule`: what it must look like, its range, its greatest length, and what it indexes
   inert        accepted whatever it says, for no answer depends on it
-  refused      400 by name, unless it is null or has a value that asks for nothing
+  refused      400 by name, unless it is null or has a value that asks for nothing; of those that are understood by another
+               name the right one is said
 
 A field without a row is unknown: accepted, warned of once, counted, and refused under --strict-request. The structs that
 bodies are decoded into (`frontend.openai_types`) hold types only; ranges are checked from here, for all alike.
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from frontend.errors import ApiError, invalid_value, unsupported_parameter
+from frontend.errors import ApiError, invalid_value, misnamed_parameter, unsupported_parameter
 
 EndpointName = Literal["chat", "completions"]
 Indexed = Literal["", "vocabulary", "choices", "positions", "top list"]
@@ -67,8 +68,8 @@ _COMMON: dict[str, Rule] = {
     ),
     "seed": Rule("an integer of 64 bits", -_INT64, _INT64 - 1),
     "n": Rule(f"an integer from 1 to {MAX_CHOICES}", 1, MAX_CHOICES, indexes="choices"),
-    "stop": Rule(f"a string or a list of at most {MAX_STOPS} strings, none empty or above {MAX_STOP_BYTES} bytes"),
-    "stop_token_ids": Rule("a list of token ids", max_length=MAX_STOP_TOKEN_IDS, indexes="vocabulary"),
+    "stop": Rule(f"a string or an array of at most {MAX_STOPS} strings, none empty or above {MAX_STOP_BYTES} bytes"),
+    "stop_token_ids": Rule("an array of token ids", max_length=MAX_STOP_TOKEN_IDS, indexes="vocabulary"),
     "ignore_eos": _FLAG,
     "min_tokens": Rule("an integer from 0 to max_tokens", 0, 2**31 - 1, indexes="positions"),
     "stream": _FLAG,
@@ -81,14 +82,14 @@ _COMMON: dict[str, Rule] = {
 UNDERSTOOD: Mapping[EndpointName, Mapping[str, Rule]] = {
     "chat": _COMMON
     | {
-        "messages": Rule("a list of messages, not empty", 1, max_length=100_000),
+        "messages": Rule("an array of messages, not empty", 1, max_length=100_000),
         "max_completion_tokens": _COMMON["max_tokens"],
-        "logprobs": _FLAG,
+        "logprobs": Rule("true or false: 'top_logprobs' says how many"),
         "top_logprobs": Rule(f"an integer from 0 to {MAX_TOP_LOGPROBS}", 0, MAX_TOP_LOGPROBS, indexes="top list"),
     },
     "completions": _COMMON
     | {
-        "prompt": Rule("a string, a list of strings, a list of token ids, or a list of lists of token ids", indexes="vocabulary"),
+        "prompt": Rule("a string, an array of strings, an array of token ids, or an array of arrays of token ids", indexes="vocabulary"),
         "logprobs": Rule(f"an integer from 0 to {MAX_COMPLETION_LOGPROBS}", 0, MAX_COMPLETION_LOGPROBS, indexes="top list"),
     },
 }
@@ -121,7 +122,7 @@ _REFUSED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "stream_interval": (1,),
     **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "allowed_token_ids", "logprob_token_ids"), ()),
-    **dict.fromkeys(("repetition_detection", "thinking_token_budget", "repeat_penalty", "n_cmpl"), ()),
+    **dict.fromkeys(("repetition_detection", "thinking_token_budget"), ()),
     # chat, as other servers extend it
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -141,9 +142,34 @@ _REFUSED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
 }
 
+#: What other servers, and other routes of this one, call what is understood here: field -> what to use, in words. They are
+#: refused as well: who asks for 500 tokens by another name must not be given 16.
+_MISNAMED_EVERYWHERE = {
+    **dict.fromkeys(("max_new_tokens", "max_tokens_to_sample", "max_output_tokens", "n_predict", "num_predict"), "'max_tokens'"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "'stop'"),
+    **dict.fromkeys(("best_of", "n_cmpl", "num_return_sequences", "candidate_count"), "'n'"),
+    "repeat_penalty": "'repetition_penalty'",
+    "random_seed": "'seed'",
+}
+MISNAMED: Mapping[EndpointName, Mapping[str, str]] = {
+    "chat": _MISNAMED_EVERYWHERE
+    | {
+        "prompt": "'messages', or the route /v1/completions",
+        **dict.fromkeys(("input", "inputs"), "'messages'"),
+        **dict.fromkeys(("system", "instructions"), "a message with the role 'system'"),
+    },
+    "completions": _MISNAMED_EVERYWHERE
+    | {
+        "messages": "'prompt', or the route /v1/chat/completions",
+        "max_completion_tokens": "'max_tokens'",
+        "top_logprobs": "'logprobs', which is a number here",
+        **dict.fromkeys(("input", "inputs"), "'prompt'"),
+    },
+}
+
 REFUSED: Mapping[EndpointName, Mapping[str, tuple[Any, ...]]] = {
-    "chat": _REFUSED_EVERYWHERE | {"add_special_tokens": (False,), "prompt": ()},
-    "completions": _REFUSED_EVERYWHERE | {"add_special_tokens": (True,), **dict.fromkeys(("messages", "max_completion_tokens", "top_logprobs"), ())},
+    "chat": dict.fromkeys(MISNAMED["chat"], ()) | _REFUSED_EVERYWHERE | {"add_special_tokens": (False,)},
+    "completions": dict.fromkeys(MISNAMED["completions"], ()) | _REFUSED_EVERYWHERE | {"add_special_tokens": (True,)},
 }
 
 #: The longest value that is looked at to see whether it asks for nothing.
@@ -160,7 +186,8 @@ def check_names(endpoint: EndpointName, fields: Mapping[str, msgspec.Raw]) -> No
         if name not in refused or _asks_for_nothing(raw, refused[name]):
             continue
         if name != "best_of" or not _equals_n(fields):
-            raise unsupported_parameter(name)
+            right = MISNAMED[endpoint].get(name)
+            raise unsupported_parameter(name) if right is None else misnamed_parameter(name, right)
 
 
 def unknown_names(endpoint: EndpointName, names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,11 +37,13 @@ from pagemill.telemetry import get_logger
 _SHORT_CHARACTERS = 4096
 #: What a text costs beside its characters: its part of the template, or a call.
 _TEXT_CHARACTERS = 32
+#: A text with more bytes for each token that a prompt may have is looked at before it is encoded: nearly none fits, and what does not may be huge.
+_SPARSE_BYTES = 8
 _NUM_THREADS = 4
 
 log = get_logger("frontend.submission")
 
-Encode = Callable[[], Sequence[list[int]]]
+Encode = Callable[[], Iterable[list[int]]]
 Result = TypeVar("Result")
 
 
@@ -72,19 +74,20 @@ class Submitter:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
     async def chat(self, request: GenerationRequest, messages: Sequence[Message], record: RequestRecord, key_id: str, load: Load) -> Generation:
-        texts = [message["content"] for message in messages]
+        text = "".join(message["content"] for message in messages)
         root = self._root(key_id)
-        prompts = await self._prepare(request, texts, sum(map(len, texts)), lambda: [self._tokenizer.encode_chat(messages)], root)
+        size = len(text) + _TEXT_CHARACTERS * len(messages)
+        prompts = await self._prepare(request, [text], size, lambda: [self._tokenizer.encode_chat(messages)], root)
         return self._submit(request, prompts, root, record, load, continues=False)
 
     async def completion(self, request: GenerationRequest, prompts: Prompts, record: RequestRecord, key_id: str, load: Load) -> Generation:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         root = self._root(key_id)
 
-        def encode() -> Sequence[list[int]]:
-            return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        def encode() -> Iterable[list[int]]:
+            return (self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts)
 
-        size = sum(map(len, prompts))  # an id that is given takes no longer than a character
+        size = sum(map(len, prompts)) + _TEXT_CHARACTERS * len(texts)  # an id that is given takes no longer than a character
         return self._submit(request, await self._prepare(request, texts, size, encode, root), root, record, load, continues=True)
 
     async def run(self, work: Callable[[], Result], num_characters: int) -> Result:
@@ -103,18 +106,22 @@ class Submitter:
 
         def prepare() -> list[_Prompt]:
             self._refuse_hopeless(request, texts, geometry)
-            return [_prompt(ids, request, geometry, root, self._tokenizer.token_bytes.special_ids) for ids in encode()]
+            special_ids = self._tokenizer.token_bytes.special_ids
+            return [_prompt(field, ids, request, geometry, root, special_ids) for field, ids in zip(request.prompt_fields, encode(), strict=True)]
 
-        prompts = await self.run(prepare, size + _TEXT_CHARACTERS * len(texts))
+        prompts = await self.run(prepare, size)
         self._readiness.require()  # it may have changed meanwhile
         return prompts
 
     def _refuse_hopeless(self, request: GenerationRequest, texts: Sequence[str], geometry: SchedulerReady) -> None:
-        """Spares the tokenizer a text that cannot fit, judged by its length in bytes."""
-        for text in texts:
+        """Spares the tokenizer a text that cannot fit: it costs time, and memory a hundred times its size."""
+        most = geometry.max_model_len
+        for field, text in zip(request.prompt_fields, texts, strict=False):  # prompts that are given as ids have no texts
             num_tokens = self._tokenizer.min_tokens(text)
-            if num_tokens > geometry.max_model_len:
-                raise context_length_exceeded(request.prompt_field, geometry.max_model_len, f"the prompt has at least {num_tokens}")
+            if num_tokens > most:
+                raise context_length_exceeded(field, most, f"the prompt has at least {num_tokens}")
+            if len(text.encode()) > _SPARSE_BYTES * most and self._tokenizer.has_more_tokens(text, most):
+                raise context_length_exceeded(field, most, "the prompt has more")
 
     def _root(self, key_id: str) -> bytes:
         if not self._prefix_caching:
@@ -126,7 +133,10 @@ class Submitter:
         num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         begins_text = [prompt.is_silent or not continues for prompt in prompts for _ in range(request.n)]
         choices = [Choice(index, self._tokenizer.token_bytes, request.text, begins_text=begins) for index, begins in enumerate(begins_text)]
-        generation = Generation(self._engine, record, load, choices, num_prompt_tokens, request.n, log_texts=self._log_texts)
+        num_certain_tokens = request.n * sum(request.certain_tokens(prompt.max_tokens) for prompt in prompts)
+        generation = Generation(
+            self._engine, record, load, choices, num_prompt_tokens, request.n, num_certain_tokens=num_certain_tokens, log_texts=self._log_texts
+        )
         number, arrival = self._engine.new_request(), time.time()
         sequences = [
             AddRequest(
@@ -159,10 +169,10 @@ class Submitter:
         return generation
 
 
-def _prompt(ids: list[int], request: GenerationRequest, geometry: SchedulerReady, root: bytes, special_ids: frozenset[int]) -> _Prompt:
+def _prompt(field: str, ids: list[int], request: GenerationRequest, geometry: SchedulerReady, root: bytes, special_ids: frozenset[int]) -> _Prompt:
     if not ids:
-        raise invalid_value(request.prompt_field, f"'{request.prompt_field}' must yield at least one token.")
-    max_tokens = request.max_tokens_for(len(ids), geometry.max_model_len)
+        raise invalid_value(field, f"'{field}' must yield at least one token.")
+    max_tokens = request.max_tokens_for(field, len(ids), geometry.max_model_len)
     packed = array("i", ids)
     keys = prefix_keys(root, packed, geometry.block_size) if root else b""
     return _Prompt(len(ids), packed.tobytes(), max_tokens, keys, all(map(special_ids.__contains__, ids)))

@@ -24,6 +24,9 @@ from frontend.errors import invalid_value
 from frontend.token_bytes import TokenBytes, UnsupportedTokenizerError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: Characters of a long text that are counted at once, and tokens that cutting it there may have added.
+_PIECE_CHARACTERS = 64 * 1024
+_CUT_TOKENS = 16
 #: Sampling settings that a model's generation_config.json may set as the default of requests.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -108,6 +111,15 @@ class Tokenizer:
     def min_tokens(self, text: str) -> int:
         """A number of tokens that encoding `text` yields at least; 0 if the normalizer may shorten texts."""
         return 0 if self._hub.normalizer is not None else len(text.encode()) // self._max_token_bytes
+
+    def has_more_tokens(self, text: str, num_tokens: int) -> bool:
+        """Whether a text has more tokens than that; a few more may pass. Told piece by piece, for encoded at once it takes up a hundred times its size."""
+        num_found = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            num_found += len(self.encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False)) - _CUT_TOKENS
+            if num_found > num_tokens:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._hub.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]  # `decode` would hold the GIL all the time

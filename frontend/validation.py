@@ -60,19 +60,25 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    prompt_field: str  #: the name of the field that a prompt too long is blamed on
+    prompt_fields: tuple[str, ...]  #: what each prompt is blamed on
 
-    def max_tokens_for(self, num_prompt_tokens: int, max_model_len: int) -> int:
+    def max_tokens_for(self, prompt_field: str, num_prompt_tokens: int, max_model_len: int) -> int:
         """Output tokens that a prompt of this length may get. Raises ApiError (400) if prompt and output do not fit."""
         room = max_model_len - num_prompt_tokens
         if room < 1:
-            raise context_length_exceeded(self.prompt_field, max_model_len, f"the prompt alone has {num_prompt_tokens}")
-        if self.max_tokens is None:
-            return min(room, self.default_max_tokens or room)
-        if self.max_tokens > room:
-            asked = f"{num_prompt_tokens + self.max_tokens} were asked for: {num_prompt_tokens} in the prompt and {self.max_tokens} to generate"
-            raise context_length_exceeded(self.prompt_field, max_model_len, asked)
-        return self.max_tokens
+            raise context_length_exceeded(prompt_field, max_model_len, f"the prompt alone has {num_prompt_tokens}")
+        max_tokens = min(room, self.default_max_tokens or room) if self.max_tokens is None else self.max_tokens
+        if max_tokens > room:
+            asked = f"{num_prompt_tokens + max_tokens} were asked for: {num_prompt_tokens} in the prompt and {max_tokens} to generate"
+            raise context_length_exceeded(prompt_field, max_model_len, asked)
+        if self.sampling.min_tokens > max_tokens:
+            raise invalid_value("min_tokens", f"'min_tokens' must not exceed the tokens that may be generated, which are {max_tokens}.")
+        return max_tokens
+
+    def certain_tokens(self, max_tokens: int) -> int:
+        """Output tokens that a choice has at least if it may have `max_tokens`: where nothing can stop it, all of them."""
+        can_stop = bool(self.sampling.stop_token_ids or self.text.stops)
+        return self.sampling.min_tokens if can_stop else max_tokens
 
 
 def chat_request(body: ChatBody, facts: ModelFacts) -> tuple[GenerationRequest, list[Message]]:
@@ -83,17 +89,18 @@ def chat_request(body: ChatBody, facts: ModelFacts) -> tuple[GenerationRequest, 
         raise invalid_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else NONE
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _request("chat", body, facts, num_logprobs, max_tokens, "messages"), messages
+    return _request("chat", body, facts, num_logprobs, max_tokens, ("messages",)), messages
 
 
 def completion_request(body: CompletionBody, facts: ModelFacts) -> tuple[GenerationRequest, Prompts]:
     """Raises ApiError (400, or 404 for an unknown model)."""
     check_ranges("completions", body)
     prompts = _prompts(body.prompt, facts.vocab_size)
-    request = _request("completions", body, facts, NONE if body.logprobs is None else body.logprobs, body.max_tokens, "prompt")
-    if request.n * len(prompts) > MAX_SEQUENCES:
+    if (body.n or 1) * len(prompts) > MAX_SEQUENCES:
         raise invalid_value("n", f"'n' times the number of prompts must not exceed {MAX_SEQUENCES}.")
-    return request, prompts
+    is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    fields = tuple(f"prompt[{index}]" for index in range(len(prompts))) if is_list else ("prompt",)
+    return _request("completions", body, facts, NONE if body.logprobs is None else body.logprobs, body.max_tokens, fields), prompts
 
 
 def chat_messages(messages: Sequence[ChatMessage] | None, knows_developer: bool) -> list[Message]:
@@ -123,13 +130,11 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) ->
 
 
 def _request(
-    endpoint: EndpointName, body: GenerationBody, facts: ModelFacts, num_logprobs: int, max_tokens: int | None, prompt_field: str
+    endpoint: EndpointName, body: GenerationBody, facts: ModelFacts, num_logprobs: int, max_tokens: int | None, prompt_fields: tuple[str, ...]
 ) -> GenerationRequest:
     model = check_model(body.model, facts.names)
     options = _stream_options(body)
     min_tokens = body.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise broken(endpoint, "min_tokens")
     if body.priority and not facts.priority_allowed:
         raise unsupported_parameter("priority", "'priority' needs a server with --scheduling-policy priority.")
     stop_token_ids = check_token_ids(body.stop_token_ids or [], facts.vocab_size, "stop_token_ids")
@@ -152,7 +157,7 @@ def _request(
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
-        prompt_field=prompt_field,
+        prompt_fields=prompt_fields,
     )
 
 
@@ -193,8 +198,12 @@ def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int
 
 def _stops(endpoint: EndpointName, stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if len(stops) > MAX_STOPS or not all(0 < len(text.encode()) <= MAX_STOP_BYTES for text in stops):
+    if len(stops) > MAX_STOPS:
         raise broken(endpoint, "stop")
+    for index, text in enumerate(stops):
+        if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
+            name = f"stop[{index}]" if isinstance(stop, list) else "stop"
+            raise invalid_value(name, f"'{name}' must have from 1 to {MAX_STOP_BYTES} bytes.")
     return tuple(stops)
 
 
@@ -216,15 +225,13 @@ def _prompts(prompt: str | list[str | int | list[int]] | None, vocab_size: int) 
         return [prompt]
     if isinstance(prompt[0], int):
         return [check_token_ids(prompt, vocab_size, "prompt")]
-    if isinstance(prompt[0], str):
-        texts = [item for item in prompt if isinstance(item, str)]
-        if len(texts) != len(prompt):
-            raise broken("completions", "prompt")
-        return texts
-    lists = [check_token_ids(item, vocab_size, f"prompt[{index}]") for index, item in enumerate(prompt) if isinstance(item, list)]
-    if len(lists) != len(prompt) or not all(lists):
-        raise broken("completions", "prompt")
-    return lists
+    kind, words = (str, "a string") if isinstance(prompt[0], str) else (list, "an array of token ids, not empty")
+    wrong = next((index for index, item in enumerate(prompt) if type(item) is not kind or item == []), None)
+    if wrong is not None:
+        raise invalid_value(f"prompt[{wrong}]", f"'prompt[{wrong}]' must be {words}{', as the first is' if wrong else ''}.")
+    if kind is str:
+        return cast(list[str], prompt)
+    return [check_token_ids(ids, vocab_size, f"prompt[{index}]") for index, ids in enumerate(cast(list[list[int]], prompt))]
 
 
 def _message(message: ChatMessage, param: str, knows_developer: bool) -> Message:
@@ -234,7 +241,7 @@ def _message(message: ChatMessage, param: str, knows_developer: bool) -> Message
         raise invalid_value(f"{param}.role", f"'{param}.role' must be one of {', '.join(sorted(ROLES))}.")
     role = "system" if message.role == "developer" and not knows_developer else message.role
     if message.content is None:
-        raise invalid_value(f"{param}.content", f"'{param}.content' must be a string or a list of text parts.")
+        raise invalid_value(f"{param}.content", f"'{param}.content' must be a string or an array of text parts.")
     return {"role": role, "content": message.content if isinstance(message.content, str) else _join(message.content, f"{param}.content")}
 
 

@@ -115,7 +115,11 @@ class Channel(Generic[Out, In]):
                     return
                 if message is None:
                     return
-                on_message(message)
+                try:
+                    on_message(message)
+                except Exception:
+                    drain_soon()  # or what came with it would lie until something else comes
+                    raise
             drain_soon()
 
         loop.add_reader(self._descriptor(), drain_soon)

@@ -39,7 +39,7 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 async def handle(request: Request, services: Services) -> Response:
     wanted, generation, form = await _start(request, services)
-    return await reply(request, generation, form, stream=wanted.stream)
+    return await reply(request, wanted, generation, form)
 
 
 async def _start(request: Request, services: Services) -> tuple[GenerationRequest, Generation, ChatFormat]:

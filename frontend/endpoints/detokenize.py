@@ -28,6 +28,6 @@ async def handle(request: Request, services: Services) -> Response:
 def _reply(wanted: DetokenizeBody, text: TextServices) -> bytes:
     check_model(wanted.model, text.facts.names)
     if wanted.tokens is None:
-        raise invalid_value("tokens", "'tokens' must be a list of token ids.")
+        raise invalid_value("tokens", "'tokens' must be an array of token ids.")
     token_ids = check_token_ids(wanted.tokens, text.facts.vocab_size, "tokens")
     return msgspec.json.encode(DetokenizeReply(text.tokenizer.decode(token_ids)))

@@ -14,7 +14,7 @@ METHODS = ("GET", "POST")
 
 
 async def handle(request: Request, services: Services) -> Response:
-    alive_is_enough = request.url.path == "/livez"
+    alive_is_enough = request.scope["path"] == "/livez"
     report = StatusReport("ok") if alive_is_enough else services.readiness.report()
     ready = alive_is_enough or services.readiness.state == "ready"
     headers = {"Cache-Control": "no-store"} | ({} if ready else {"Retry-After": "1"})

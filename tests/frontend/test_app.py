@@ -95,6 +95,14 @@ def test_text_becomes_ids_and_text_again(frontend: RunningFrontend) -> None:
     assert frontend.post("/detokenize", tokens=reply["tokens"]).json() == {"prompt": "Hello 😀"}
 
 
+@pytest.mark.parametrize("field", ["prompt", "content", "messages"])
+def test_a_text_of_more_tokens_than_can_be_turned_into_text_again_is_not_turned_into_tokens(field: str, frontend: RunningFrontend) -> None:
+    text = "0123456789" * 200_000
+    response = frontend.post("/tokenize", **{field: [{"role": "user", "content": text}] if field == "messages" else text})
+    check_error(response, 400, "invalid_value")
+    assert response.json()["error"]["param"] == field
+
+
 def test_messages_become_the_ids_that_a_chat_sends(frontend: RunningFrontend) -> None:
     tokens = frontend.post("/tokenize", messages=HELLO).json()["tokens"]
     frontend.post(CHAT, messages=HELLO, max_tokens=1)
@@ -104,7 +112,7 @@ def test_messages_become_the_ids_that_a_chat_sends(frontend: RunningFrontend) ->
     assert tokens[: len(shorter)] == shorter != tokens
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": HELLO}, {"prompt": 5}, {"messages": []}])
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": HELLO}, {"prompt": "a", "content": "b"}, {"prompt": 5}, {"messages": []}])
 def test_tokenize_wants_one_thing(body: dict[str, object], frontend: RunningFrontend) -> None:
     assert frontend.post("/tokenize", **body).status_code == 400
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import msgspec
@@ -90,6 +91,51 @@ def test_complaints_name_the_field_and_not_the_value(text: str, param: str) -> N
         body._decode(text.encode(), msgspec.json.Decoder(ChatBody), "chat")
     assert caught.value.param == param
     assert b"SECRET" not in caught.value.body
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"messages":[{"content":"a"}]}', "'messages[0].role' is required."),
+        ('{"messages":[null]}', "'messages[0]' must be an object, not null."),
+        ('{"messages":[{"role":1.5}]}', "'messages[0].role' must be a string, not a decimal number."),
+        ('{"messages":[{"role":"user","content":{}}]}', "'messages[0].content' must be a string, an array or null, not an object."),
+        ('{"messages":[{"role":"user","content":[{"type":"text","text":[]}]}]}', "'messages[0].content[0].text' must be a string or null, not an array."),
+        ('{"stop":["a",true]}', "'stop[1]' must be a string, not a boolean."),
+        ('{"stop_token_ids":[5,"a"]}', "'stop_token_ids[1]' must be an integer, not a string."),
+        ('{"stream_options":{"include_usage":0}}', "'stream_options.include_usage' must be a boolean or null, not an integer."),
+    ],
+)
+def test_complaints_speak_of_json_and_not_of_python(text: str, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        body._decode(text.encode(), msgspec.json.Decoder(ChatBody), "chat")
+    assert caught.value.detail.message == message
+
+
+class Anything(msgspec.Struct):
+    """Every kind that msgspec can expect."""
+
+    a: int | None = None
+    b: float | None = None
+    c: str | bool | None = None
+    d: list[dict[str, list[int]]] | None = None
+
+
+def complaint_about(data: bytes) -> ApiError | None:
+    try:
+        body._decode(data, msgspec.json.Decoder(Anything), None)
+    except ApiError as error:
+        return error
+    return None
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), JSON | st.floats(allow_nan=False, allow_infinity=False), min_size=1))
+def test_no_complaint_about_any_value_says_what_a_library_calls_it(fields: dict[str, object]) -> None:
+    error = complaint_about(json.dumps(fields).encode("utf-8", "replace"))
+    if error is not None:
+        assert not re.search(r"Expected|got|[`$]|\b(?:int|str|bool|float|dict|list|NoneType)\b", error.detail.message)
+        assert error.param is not None
+        assert error.param[0] in fields
 
 
 @pytest.mark.parametrize(

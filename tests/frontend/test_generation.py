@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from frontend import generation as module
+from frontend import overload
 from frontend.choice import Choice, Delta, TextOptions
 from frontend.engine import Engine
 from frontend.errors import ApiError
@@ -20,8 +24,8 @@ from frontend.request_metrics import RequestLedger
 from frontend.token_bytes import TokenBytes
 from frontend.waiting_room import WaitingRoom
 from pagemill.ids import NONE
-from pagemill.messages.frontend import SequenceOutput
-from pagemill.messages.sequences import FinishReason, SequenceKey
+from pagemill.messages.frontend import SchedulerToFrontend, SequenceOutput, StepOutput
+from pagemill.messages.sequences import FinishReason, SequenceKey, TokenLogprobs
 from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler
 
 TOKENS = TokenBytes({"type": "ByteLevel"}, lambda token_id: chr(ord("a") + token_id % 26), frozenset())
@@ -33,13 +37,13 @@ def output(choice: int, position: int, finish: FinishReason | None = None) -> Se
 
 
 @contextmanager
-def begun(num_choices: int = 1) -> Iterator[Generation]:
+def begun(num_choices: int = 1, server: Overload | None = None) -> Iterator[Generation]:
     """One whose engine has no scheduler: a test says what comes."""
     engine = Engine(FakeScheduler.hello("frontend"), Readiness(), (), WaitingRoom(100, 100))
     record = RequestLedger(FrontendMetrics("tiny", "none")).open(method="POST", endpoint="/v1/completions", request_id="r")
     choices = [Choice(index, TOKENS, TextOptions()) for index in range(num_choices)]
     try:
-        yield Generation(engine, record, Overload(100).open(), choices, 1, num_choices)
+        yield Generation(engine, record, (server or Overload(100)).open(), choices, 1, num_choices)
     finally:
         engine.close()
 
@@ -118,30 +122,49 @@ def test_a_reader_that_is_busy_elsewhere_is_too_slow() -> None:
     asyncio.run(asyncio.wait_for(stall(), DEADLINE_S))
 
 
-def test_a_burst_ahead_of_a_reader_that_waits_for_its_client_now_and_then_cuts_nobody() -> None:
-    """As after a stall: some messages in each turn, which in all are far more than may wait."""
-    num_choices, num_steps = 64, 1200
+def test_who_has_just_come_is_not_away_whatever_came_before() -> None:
+    async def come_and_go() -> None:
+        cut: list[bool] = []
+        with begun() as generation:
+            generation.on_overflow = lambda: cut.append(True)
+            reading = asyncio.create_task(generation.deltas())
+            await asyncio.sleep(0)
+            for position in range(MANY):
+                generation.output(output(0, position))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(reading.result()) == module._TOKENS_A_TURN
+            assert not cut
+
+    asyncio.run(asyncio.wait_for(come_and_go(), DEADLINE_S))
+
+
+def test_a_burst_for_many_choices_ahead_of_a_reader_that_comes_again_and_again_cuts_nobody() -> None:
+    """As after a stall: some messages in each turn, which in all are far more than the reader gets to."""
+    num_choices, num_steps = 128, 900
+    num_read = 0
+    cut: list[bool] = []
+
+    async def read(generation: Generation) -> None:
+        nonlocal num_read
+        while True:
+            num_read += len(await generation.deltas())
+            await asyncio.sleep(0)  # the transport is full for a turn
 
     async def recover() -> None:
-        cut: list[bool] = []
         with begun(num_choices) as generation:
             generation.on_overflow = lambda: cut.append(True)
-
-            async def read() -> int:
-                num_read = 0
-                while not generation.finished:
-                    num_read += len(await generation.deltas())
-                    await asyncio.sleep(0)  # the transport is full for a turn
-                return num_read
-
-            reading = asyncio.create_task(read())
+            reading = asyncio.create_task(read(generation))
             for first in range(0, num_steps, 4):
                 for position in range(first, first + 4):
                     for index in range(num_choices):
-                        generation.output(output(index, position, "length" if position == num_steps - 1 else None))
+                        generation.output(output(index, position))
                 await asyncio.sleep(0)
-            assert await reading == num_choices * num_steps
+            assert not reading.done()
             assert not cut
+            assert num_read > 50 * module._TOKENS_A_TURN
+            assert num_read + len(generation._waiting) == num_choices * num_steps
+            reading.cancel()
 
     asyncio.run(asyncio.wait_for(recover(), DEADLINE_S))
 
@@ -163,23 +186,68 @@ def test_what_comes_after_the_last_choice_has_ended_cuts_nobody() -> None:
     asyncio.run(asyncio.wait_for(end(), DEADLINE_S))
 
 
-def test_a_reader_that_falls_behind_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TAKEN_OUTPUTS", 2 * MANY)
+@pytest.mark.parametrize(("limit", "num_others"), [("MAX_REPLY_BYTES", 0), ("MAX_REPLY_BYTES_HELD", 3)], ids=["alone", "together"])
+def test_a_reader_that_falls_behind_without_end_is_told_so_when_too_much_is_held(limit: str, num_others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 2 * MANY * module._size(output(0, 0))
+    monkeypatch.setattr(overload, limit, most)
+    monkeypatch.setattr(overload, "SMALL_REPLY_BYTES", most // 4)
 
     async def fall_behind() -> None:
-        with begun() as generation:
+        server = Overload(100)
+        others = [server.open() for _ in range(num_others)]
+        for load in others:
+            load.gather(most // 4)
+        with begun(server=server) as generation:
             reading = asyncio.create_task(read_all(generation, []))
-            for first in range(0, 100 * MANY, MANY):
-                for position in range(first, first + MANY):
-                    generation.output(output(0, position))
-                assert len(generation._taken) <= 3 * MANY
-                await asyncio.sleep(0)
+            for position in itertools.count():
+                generation.output(output(0, position))
                 if generation._make_error is not None:
                     break
-            with pytest.raises(ApiError, match="did not read"):
+                assert server.reply_bytes <= most
+                if position % MANY == 0:
+                    await asyncio.sleep(0)
+            assert server.reply_bytes == num_others * (most // 4)
+            with pytest.raises(ApiError, match="could be sent"):
                 await reading
+        for load in others:
+            load.close()
+        assert server.reply_bytes == 0
 
     asyncio.run(asyncio.wait_for(fall_behind(), DEADLINE_S))
+
+
+def test_what_waits_is_counted_until_it_is_read_or_nobody_reads() -> None:
+    async def wait() -> None:
+        server = Overload(100)
+        with begun(server=server) as generation:
+            for position in range(MANY):
+                generation.output(output(0, position))
+            assert server.reply_bytes == MANY * module._size(output(0, 0))
+            await generation.deltas()
+            assert server.reply_bytes == (MANY - module._TOKENS_A_TURN) * module._size(output(0, 0))
+            generation.close()
+            assert server.reply_bytes == 0
+
+    asyncio.run(asyncio.wait_for(wait(), DEADLINE_S))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_top"), [(1, None), (1, 0), (1, 5), (1, 20), (8, None), (8, 20)])
+def test_an_output_counts_for_what_it_takes_up_in_memory(num_tokens: int, num_top: int | None) -> None:
+    num_outputs = 500
+    logprobs = () if num_top is None else (TokenLogprobs(-1.5, bytes(4 * num_top), bytes(4 * num_top)),) * num_tokens
+    outputs = tuple(
+        SequenceOutput(SequenceKey(0, 1, 1000 + index, 0), 1000 + index, tuple(range(1000, 1000 + num_tokens)), logprobs, None, NONE, 1000, 0, 0.1, "")
+        for index in range(num_outputs)
+    )
+    frame = msgspec.msgpack.encode(StepOutput(0, 1, outputs, ()))
+    decoder = msgspec.msgpack.Decoder(SchedulerToFrontend)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    message = decoder.decode(frame)
+    num_bytes = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert isinstance(message, StepOutput)
+    assert 0.7 < sum(map(module._size, message.outputs)) / num_bytes < 1.5
 
 
 def test_what_came_before_a_failure_is_read_before_it() -> None:

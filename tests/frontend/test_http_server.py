@@ -6,13 +6,16 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend import http_server
 from pagemill.messages.frontend import AbortRequest, AddRequest
@@ -21,6 +24,8 @@ from tests.helpers.frontend_server import RunningFrontend, running_frontend
 from tests.helpers.server import wait_for
 
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
+
+Result = TypeVar("Result")
 
 
 def exchange(port: int, *parts: bytes) -> bytes:
@@ -38,6 +43,20 @@ def exchange(port: int, *parts: bytes) -> bytes:
         except ConnectionResetError:
             pass
         return received
+
+
+@pytest.fixture
+def patient(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
+    """Like `exchange`, of a client that reads when all is sent, which must succeed; for a server that hears it out however slow the machine is."""
+    monkeypatch.setattr(http_server, "LINGER_S", 60.0)
+
+    def send_and_read(*parts: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", frontend.port), timeout=DEADLINE_S) as connection:
+            for part in parts:
+                connection.sendall(part)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+    return send_and_read
 
 
 @contextmanager
@@ -98,8 +117,26 @@ def test_too_many_headers_are_refused(headers: bytes, frontend: RunningFrontend)
     assert frontend.client.get("/livez").status_code == 200
 
 
-def test_a_long_path_without_end_is_refused(frontend: RunningFrontend) -> None:
-    assert exchange(frontend.port, b"GET /" + b"a" * 100_000).startswith(b"HTTP/1.1 431 ")
+@pytest.mark.parametrize("end", [b" HTTP/1.1\r\nHost: x\r\n\r\n", b""], ids=["whole", "without end"])
+@pytest.mark.parametrize("size", [http_server.MAX_URL_BYTES + 1, 70_000, 8_000_000])
+def test_a_long_url_is_refused_and_whoever_still_sends_it_hears_so(size: int, end: bytes, frontend: RunningFrontend, patient: Callable[..., bytes]) -> None:
+    head, _, body = patient(b"GET /v1/models?" + b"a" * (size - len(b"/v1/models?")) + end).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 414 ")
+    assert json.loads(body)["error"]["code"] == "url_too_long"
+    assert frontend.client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("part", [1000, http_server.MAX_URL_BYTES], ids=["in parts", "at once"])
+def test_the_longest_url_is_served(part: int, frontend: RunningFrontend) -> None:
+    url = b"/v1/models?" + b"a" * (http_server.MAX_URL_BYTES - len(b"/v1/models?"))
+    asked = b"GET " + url + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert exchange_slowly(frontend.port, asked[:part], asked[part:]).startswith(b"HTTP/1.1 200 ")
+
+
+def test_megabytes_of_headers_are_refused_and_whoever_still_sends_them_hears_so(patient: Callable[..., bytes]) -> None:
+    answer = patient(b"GET /livez HTTP/1.1\r\nX: " + b"y" * 8_000_000)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"headers_too_large" in answer
 
 
 def test_headers_that_do_not_arrive_in_time_close_the_connection(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +157,13 @@ def test_tiny_chunks_make_one_body(frontend: RunningFrontend) -> None:
     assert exchange(frontend.port, head, chunks).startswith(b"HTTP/1.1 200 ")
 
 
-def test_chunks_without_end_are_refused_when_they_are_too_many(frontend: RunningFrontend) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = exchange(frontend.port, head, *([b"10000\r\n" + b" " * 65536 + b"\r\n"] * 140))
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+def test_chunks_without_end_are_refused_when_they_are_too_many_and_the_client_hears_so(
+    connection: str, frontend: RunningFrontend, patient: Callable[..., bytes]
+) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    answer = patient(head, *([b"10000\r\n" + b" " * 65536 + b"\r\n"] * 300))
+    assert answer.startswith(b"HTTP/1.1 413 ")
     assert frontend.client.get("/livez").status_code == 200
 
 
@@ -278,27 +318,85 @@ def test_garbage_after_a_request_does_not_get_into_its_response(frontend: Runnin
     assert received.count(b"HTTP/1.1 ") == 1
 
 
-def test_connections_that_wait_together_are_not_accepted_one_by_one() -> None:
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("nobody asks for anything")
-
-    async def turns_for(num_connections: int) -> int:
-        server = http_server.HttpServer(application, max_connections=1000)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=num_connections)
-        serving = asyncio.create_task(server.serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0)
-        clients = [socket.create_connection(listener.getsockname(), timeout=DEADLINE_S) for _ in range(num_connections)]
-        turns = 0
-        while len(server.server_state.connections) < num_connections:
-            await asyncio.sleep(0)
-            turns += 1
+@asynccontextmanager
+async def bare_server(application: ASGIApp) -> AsyncIterator[tuple[http_server.HttpServer, tuple[str, int]]]:
+    """In this event loop, with its address."""
+    server = http_server.HttpServer(application, max_connections=1000)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
+    serving = asyncio.create_task(server.serve([listener]))
+    while not server.started:
+        await asyncio.sleep(0)
+    try:
+        yield server, listener.getsockname()
+    finally:
         server.should_exit = server.force_exit = True
-        for client in clients:
-            client.close()
         await serving
-        return turns
 
+
+async def never_answers(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        turns = runner.run(asyncio.wait_for(turns_for(200), DEADLINE_S))
-    assert turns < 6
+        return runner.run(asyncio.wait_for(work, DEADLINE_S))
+
+
+async def the_connection_of(server: http_server.HttpServer, condition: Callable[[http_server.GuardedProtocol], bool]) -> http_server.GuardedProtocol:
+    """The only one, once the condition holds."""
+    while True:
+        for protocol in server.server_state.connections:
+            assert isinstance(protocol, http_server.GuardedProtocol)
+            if condition(protocol):
+                return protocol
+        await asyncio.sleep(0)
+
+
+def test_connections_that_wait_together_are_not_accepted_one_by_one() -> None:
+    async def turns_for(num_connections: int) -> int:
+        async with bare_server(never_answers) as (server, address):
+            clients = [socket.create_connection(address, timeout=DEADLINE_S) for _ in range(num_connections)]
+            turns = 0
+            while len(server.server_state.connections) < num_connections:
+                await asyncio.sleep(0)
+                turns += 1
+            for client in clients:
+                client.close()
+            return turns
+
+    assert run(turns_for(200)) < 6
+
+
+def test_what_waits_behind_a_request_costs_little_in_parts_of_any_size() -> None:
+    """Kept as one string that grows, each part would cost a copy of all before it."""
+
+    async def seconds_to_keep_single_bytes() -> float:
+        async with bare_server(never_answers) as (server, address):
+            with socket.create_connection(address, timeout=DEADLINE_S) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+                protocol = await the_connection_of(server, lambda protocol: bool(protocol.pipeline))
+                started = time.process_time()
+                for _ in range(http_server.MAX_BACKLOG_BYTES):
+                    protocol.data_received(b"x")
+                return time.process_time() - started
+
+    assert run(seconds_to_keep_single_bytes()) < 1.5  # copies would take three times as long
+
+
+def test_of_a_connection_that_its_client_broke_off_no_timer_is_left() -> None:
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def break_off() -> http_server.GuardedProtocol:
+        async with bare_server(answers) as (server, address):
+            with socket.create_connection(address, timeout=DEADLINE_S) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                protocol = await the_connection_of(server, lambda protocol: protocol.timeout_keep_alive_task is not None)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to close is to reset
+            while server.server_state.connections:
+                await asyncio.sleep(0)
+            return protocol
+
+    assert run(break_off()).timeout_keep_alive_task is None

@@ -169,7 +169,7 @@ def test_one_reply_is_bounded_and_so_are_large_ones_together_while_small_ones_pa
     loads[3].gather(overload.SMALL_REPLY_BYTES + 2)
 
 
-CALLS = ["hold", "prepare", "submitted", "started", "gather", "close"]
+CALLS = ["hold", "prepare", "submitted", "started", "gather", "hold_unread", "close"]
 OPERATIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(CALLS), st.integers(1, 100)), max_size=60)
 
 
@@ -179,7 +179,7 @@ def test_whatever_happens_nothing_weighs_when_all_is_closed(operations: list[tup
     loads = [server.open() for _ in range(4)]
     for which, name, amount in operations:
         call = getattr(loads[which], name)
-        call(amount) if name in ("hold", "submitted", "gather") else call()
+        call(amount) if name in ("hold", "submitted", "gather", "hold_unread") else call()
     for load in loads:
         load.close()
     assert server.body_bytes == server.reply_bytes == server.num_waiting == 0

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from frontend import replies
-from frontend.choice import TokenEntry
+from frontend.choice import Delta, TokenEntry
+from frontend.endpoints.chat_completions import ChatFormat
+from frontend.endpoints.completions import CompletionFormat
 from frontend.logprobs import chat_logprobs
-from frontend.openai_types import ChatLogprobs
+from frontend.openai_types import ChatBody, ChatLogprobs, ChatMessage
+from frontend.replies import ReplyFormat
 from frontend.token_bytes import TokenBytes
+from frontend.validation import chat_request
+from frontend.whole_reply import Outcome
 from pagemill.messages.frontend import AbortRequest, AddRequest
 from tests.helpers.event_stream import parse, parse_response
 from tests.helpers.fake_scheduler import DEADLINE_S, Refuse, Step, counting, logprobs_of
@@ -23,6 +28,11 @@ from tests.helpers.frontend_server import RunningFrontend
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 ENDLESS = [Step((40 + index % 20,)) for index in range(100_000)]
+#: Each token shows the most beside it.
+LOGPROBS: list[tuple[str, dict[str, Any]]] = [
+    (PATH, {"messages": HELLO, "logprobs": True, "top_logprobs": 20}),
+    ("/v1/completions", {"prompt": "Hello", "logprobs": 5}),
+]
 
 
 def post_raw(port: int, body: dict[str, object], *, receive_buffer: int | None = None) -> socket.socket:
@@ -101,10 +111,59 @@ def test_a_whole_reply_that_grows_too_large_is_refused_and_given_back_but_may_be
     assert len(parse_response(frontend.post(PATH, stream=True, **wanted)).logprobs("content")) == 400
 
 
+@pytest.mark.parametrize("certain", [{"ignore_eos": True}, {"min_tokens": 400}], ids=["nothing stops it", "least"])
+@pytest.mark.parametrize(("path", "fields"), LOGPROBS, ids=["chat", "completion"])
+def test_a_whole_reply_that_can_only_become_too_large_is_refused_before_it_is_computed(
+    path: str, fields: dict[str, Any], certain: dict[str, Any], frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.overload.MAX_REPLY_BYTES", 6_000)
+    frontend.scheduler.gate.clear()
+    response = frontend.post(path, **fields, **certain, max_tokens=400)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "reply_too_large")
+    frontend.scheduler.wait_for(AbortRequest)
+    frontend.scheduler.gate.set()
+    assert frontend.post(path, **fields, **certain, max_tokens=400, stream=True).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "fields"), LOGPROBS, ids=["chat", "completion"])
+@pytest.mark.parametrize("also", [{}, {"ignore_eos": True, "stop": "\0"}], ids=["eos", "a stop string"])
+def test_a_whole_reply_that_may_end_early_is_computed(
+    path: str, fields: dict[str, Any], also: dict[str, Any], frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.overload.MAX_REPLY_BYTES", 6_000)
+    frontend.scheduler.script = lambda request: [*counting(request)[:1], Step((), "stop")]
+    assert frontend.post(path, **fields, **also, max_tokens=400).status_code == 200
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("make", [ChatFormat, CompletionFormat])
+def test_no_token_takes_up_less_than_what_is_thought_to_be_the_least(make: Callable[..., ReplyFormat], num_top: int, frontend: RunningFrontend) -> None:
+    text = frontend.services.text
+    assert text is not None
+    wanted, _ = chat_request(ChatBody(messages=[ChatMessage("user", "Hello")], logprobs=True, top_logprobs=num_top), text.facts)
+    form = make("r", wanted, text.tokenizer.token_bytes)
+    least = replies._least_bytes_a_token(form, num_top)
+    assert least >= (38 * (num_top + 1) if make is ChatFormat else 15)
+    for token_id in range(text.facts.vocab_size):
+        entry = TokenEntry(token_id, token_id, logprobs_of(-token_id / 7, {token_id % 3 + other: -0.0 for other in range(num_top)}))
+        outcome = Outcome(form.logprobs(()))
+        for position in range(2):
+            assert outcome.add(Delta(0, "", (entry,), position), form.logprobs((entry,))) >= least
+
+
+def test_where_no_logprobs_are_shown_any_number_of_tokens_may_take_up_nothing(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.overload.MAX_REPLY_BYTES", 1_000)
+    frontend.scheduler.script = lambda _: [Step((0,), "length")]  # a special token, which is not shown
+    assert frontend.post(PATH, messages=HELLO, ignore_eos=True, max_tokens=400).status_code == 200
+
+
 def test_a_whole_reply_is_held_until_it_is_sent(frontend: RunningFrontend) -> None:
-    frontend.scheduler.script = lambda request: [*counting(request)[:-1], *[Step()] * 100_000]
+    text, steps = frontend.services.text, ENDLESS[:49]
+    assert text is not None
+    num_bytes = 4 * len(text.tokenizer.decode([token_id for step in steps for token_id in step.tokens]))
+    frontend.scheduler.script = lambda _: [*steps, *[Step()] * 100_000]
     with post_raw(frontend.port, {"messages": HELLO, "max_tokens": 50}):
-        frontend.wait_until(lambda: frontend.services.overload.reply_bytes >= 49, "nothing is held")
+        frontend.wait_until(lambda: frontend.services.overload.reply_bytes == num_bytes > 0, "what is held is not what has come")
     frontend.wait_until(lambda: frontend.services.overload.reply_bytes == 0, "the reply is still held")
 
 
@@ -227,7 +286,7 @@ def test_what_the_scheduler_refuses_is_an_ordinary_error_streamed_or_not(
 
 
 def test_a_large_body_being_tokenized_does_not_hold_up_streams(frontend: RunningFrontend) -> None:
-    large = "The mill stands where the river bends. " * 30_000  # a megabyte: more than a second of work
+    large = "The mill stands where the river bends. " * 25_000  # nearly a megabyte: more than a second of work
     answers: list[int] = []
 
     def tokenize() -> None:

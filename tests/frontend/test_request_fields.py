@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 from frontend import request_fields
 from frontend.errors import ApiError
 from frontend.openai_types import ChatBody, CompletionBody
-from frontend.request_fields import INERT, REFUSED, UNDERSTOOD, EndpointName
+from frontend.request_fields import INERT, MISNAMED, REFUSED, UNDERSTOOD, EndpointName
 
 BODIES: dict[EndpointName, type[msgspec.Struct]] = {"chat": ChatBody, "completions": CompletionBody}
 ENDPOINTS: list[EndpointName] = ["chat", "completions"]
@@ -92,6 +93,26 @@ def test_best_of_passes_only_if_it_equals_n(fields: dict[str, Any], passes: bool
     else:
         with pytest.raises(ApiError):
             request_fields.check_names("completions", raws(fields))
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_is_meant_by_another_name_is_a_field_of_that_endpoint(endpoint: EndpointName) -> None:
+    for name, right in MISNAMED[endpoint].items():
+        with pytest.raises(ApiError) as caught:
+            request_fields.check_names(endpoint, raws({name: 7}))
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
+        assert right in caught.value.detail.message
+        meant = re.match(r"'(\w+)'", right)
+        assert (meant[1] if meant else "messages") in UNDERSTOOD[endpoint]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name", "right"),
+    [("completions", "max_completion_tokens", "'max_tokens'"), ("completions", "top_logprobs", "'logprobs'"), ("chat", "prompt", "'messages'")],
+)
+def test_a_name_from_the_other_endpoint_leads_to_the_right_one(endpoint: EndpointName, name: str, right: str) -> None:
+    with pytest.raises(ApiError, match=f"'{name}' is not supported by this route: use {right}"):
+        request_fields.check_names(endpoint, raws({name: 5}))
 
 
 def test_inert_fields_pass_whatever_they_say_and_unknown_ones_are_listed() -> None:

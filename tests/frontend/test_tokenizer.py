@@ -160,6 +160,28 @@ def test_a_text_has_at_least_the_tokens_that_its_bytes_need() -> None:
     assert tokenizer.min_tokens("x" * 100_000) > 1000
 
 
+@pytest.mark.parametrize("text", ["The mill stands where the river bends. ", "0123456789", "水車は川の曲がり角に立つ。", " \n\n\t", "x"], ids=ascii)
+def test_that_a_long_text_has_more_tokens_than_so_many_is_told_by_its_pieces(text: str) -> None:
+    tokenizer = Tokenizer(tiny_model_path())
+    long = text * (140_000 // len(text))
+    num_tokens = len(tokenizer.encode(long))
+    assert not tokenizer.has_more_tokens(long, num_tokens)
+    assert tokenizer.has_more_tokens(long, num_tokens - 100)
+
+
+def test_a_text_that_has_many_more_tokens_than_so_many_is_not_encoded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(tiny_model_path())
+    encoded: list[str] = []
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        encoded.append(text)
+        return [0] * len(text)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    assert tokenizer.has_more_tokens("0" * 8_000_000, 100_000)
+    assert sum(map(len, encoded)) < 200_000
+
+
 def test_a_folder_without_a_fast_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedTokenizerError, match=r"has no tokenizer\.json"):
         Tokenizer(tmp_path)

@@ -57,14 +57,17 @@ def _everywhere(name: str, param: object, code: str = "invalid_value", **fields:
 #: A1: prompts without a token, on a tokenizer that adds none.
 EMPTY = [
     completion("empty text", "prompt", prompt=""),
-    completion("list of an empty text", "prompt", prompt=[""]),
+    completion("list of an empty text", "prompt[0]", prompt=[""]),
+    completion("an empty text among others", "prompt[1]", prompt=["abc", "", "d"]),
     completion("no prompts", "prompt", prompt=[]),
-    completion("no ids in a list", "prompt", prompt=[[]]),
-    completion("ids, then none", "prompt", prompt=[[5], []]),
+    completion("no ids in a list", "prompt[0]", prompt=[[]]),
+    completion("ids, then none", "prompt[1]", prompt=[[5], []]),
     completion("null prompt", "prompt", prompt=None),
     completion("number as prompt", "prompt", prompt=5),
-    completion("texts and ids mixed", "prompt", prompt=["a", [1]]),
-    completion("texts and numbers mixed", "prompt", prompt=["a", 1]),
+    completion("texts and ids mixed", "prompt[1]", prompt=["a", [1]]),
+    completion("texts and numbers mixed", "prompt[2]", prompt=["a", "b", 1]),
+    completion("ids and texts mixed", "prompt[1]", prompt=[[1], "a"]),
+    completion("null among texts", "prompt[1]", prompt=["a", None]),
     completion("numbers and texts mixed", "prompt[1]", prompt=[1, "a"]),
 ]
 #: A2: scoring is refused until it exists; nothing to generate is always wrong.
@@ -76,8 +79,17 @@ LENGTHS = [
     *_everywhere("max_tokens as text", "max_tokens", max_tokens="5"),
     *_everywhere("max_tokens as fraction", "max_tokens", max_tokens=1.5),
     chat("max_completion_tokens 0", "max_completion_tokens", max_completion_tokens=0),
+    completion("max_completion_tokens in a completion", "max_completion_tokens", "unsupported_parameter", max_completion_tokens=5),
+    *_everywhere("max_tokens by another name", "max_new_tokens", "unsupported_parameter", max_new_tokens=5),
+    completion("ids of a second prompt beyond the context", "prompt[1]", "context_length_exceeded", prompt=[[5], [5] * 600]),
+    completion("text of a second prompt beyond the context", "prompt[1]", "context_length_exceeded", prompt=["a", "x" * 3000]),
+    completion("megabytes of digits", "prompt", "context_length_exceeded", prompt="0123456789" * 300_000),
+    chat("megabytes of digits in many messages", "messages", "context_length_exceeded", messages=[{"role": "user", "content": "0123456789" * 100}] * 3_000),
+    completion("ids beyond the context", "prompt", "context_length_exceeded", prompt=[5] * 600),
     *_everywhere("min_tokens above max_tokens", "min_tokens", min_tokens=5),
     *_everywhere("min_tokens -1", "min_tokens", min_tokens=-1),
+    completion("min_tokens above the default", "min_tokens", min_tokens=17, max_tokens=None),
+    chat("min_tokens above what fits", "min_tokens", min_tokens=1000, max_tokens=None),
 ]
 #: A3, A4, A11: whatever becomes an index.
 INDICES = [
@@ -168,11 +180,13 @@ MESSAGES = [
     chat("message as text", ANY, messages=["Hello"]),
     chat("unknown role", "messages[0].role", messages=[{"role": "wizard", "content": "x"}]),
     chat("role as number", "messages[0].role", messages=[{"role": 5, "content": "x"}]),
-    chat("no role", "messages[0]", messages=[{"content": "x"}]),
+    chat("no role", "messages[0].role", messages=[{"content": "x"}]),
     chat("no content", "messages[0].content", messages=[{"role": "user"}]),
     chat("null content", "messages[1].content", messages=[*HELLO, {"role": "user", "content": None}]),
     chat("content as number", "messages[0].content", messages=[{"role": "user", "content": 5}]),
     chat("no parts", "messages[0].content", messages=[{"role": "user", "content": []}]),
+    chat("part as text", "messages[1].content[1]", messages=[*HELLO, {"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]),
+    chat("part without type", "messages[0].content[0].type", messages=[{"role": "user", "content": [{"text": "x"}]}]),
     chat("part without text", "messages[0].content[0]", messages=[{"role": "user", "content": [{"type": "text"}]}]),
     chat("part of an unknown type", "messages[0].content[0]", messages=[{"role": "user", "content": [{"type": "smell", "text": "x"}]}]),
     chat(
@@ -187,8 +201,9 @@ MESSAGES = [
 #: A29.
 STOPS = [
     *_everywhere("empty stop", "stop", stop=""),
-    *_everywhere("an empty stop among others", "stop", stop=["a", ""]),
+    *_everywhere("an empty stop among others", "stop[1]", stop=["a", ""]),
     *_everywhere("a megabyte of stop", "stop", stop="x" * 1_000_000),
+    *_everywhere("a stop too long among others", "stop[2]", stop=["a", "b", "é" * 129]),
     *_everywhere("too many stops", "stop", stop=["a"] * 17),
     *_everywhere("stop as number", "stop", stop=5),
     *_everywhere("stops of numbers", "stop[0]", stop=[5]),

@@ -224,3 +224,30 @@ def test_an_event_loop_gets_its_turn_however_much_a_peer_sends(num_sent: int, pa
         return most
 
     assert 0 < asyncio.run(most_in_a_turn()) <= 10
+
+
+def test_a_message_that_cannot_be_handled_keeps_none_behind_it(pair: Pair) -> None:
+    frontend = pair.connect()
+    frontend.send(DebugStateQuery(0))
+    receive(pair.bound)
+    received: list[SchedulerToFrontend] = []
+    failures: list[str] = []
+
+    def handle(message: SchedulerToFrontend) -> None:
+        received.append(message)
+        if len(received) % 2:
+            raise RuntimeError("cannot be handled")
+
+    async def take_all() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+        for number in range(5):
+            pair.bound.send(StepOutput(0, number, (), ()))
+        frontend.attach(loop, handle, lambda error: pytest.fail(str(error)))
+        async with asyncio.timeout(30):
+            while len(received) < 5:
+                await asyncio.sleep(0)
+        frontend.detach(loop)
+
+    asyncio.run(take_all())
+    assert failures == ["cannot be handled"] * 3
