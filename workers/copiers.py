@@ -187,13 +187,18 @@ class CudaCopier:
         stream = self._streams[direction]
         begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         source, target = (self._blocks, self._slots) if direction == "out" else (self._slots, self._blocks)
+        runs = coalesce(places, direction, self._pinned.slots_per_piece) if self._is_dense else ((*pair, 1) for pair in places)
         with torch.cuda.stream(stream):
             if isinstance(mark, torch.cuda.Event):
                 stream.wait_event(mark)
-            begin.record(stream)
-            for first, to, count in coalesce(places, direction, self._pinned.slots_per_piece) if self._is_dense else ((*pair, 1) for pair in places):
-                target[to : to + count].copy_(source[first : first + count], non_blocking=True)
-            end.record(stream)
+            try:
+                begin.record(stream)
+                for first, to, count in runs:
+                    target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+                end.record(stream)
+            except Exception:
+                stream.synchronize()  # its places may soon be another's: nothing of it may still be under way
+                raise
         return _CudaCopy(begin, end)
 
     def close(self) -> None:

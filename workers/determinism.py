@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from workers import linear, simd
-from workers.kernels.paged_attention import is_compiled_for, paged_attention
+from workers.compiled_attention import covers
+from workers.kernels.paged_attention import paged_attention
 from workers.kv_cache import KvCache, KvSpec, LayerCache
 from workers.linear import PackedLinear
 from workers.parallel import ALONE, TensorParallel
@@ -81,7 +82,7 @@ def _first_obstacle(linears: Iterable[tuple[str, PackedLinear]], spec: KvSpec | 
 def _uncompiled_attention(spec: KvSpec) -> str:
     """Why attention is left to plain torch, which promises no equal bits, "" if it is not."""
     head_dim = spec.layers[0].key.shape[-1]
-    if is_compiled_for("cpu", spec.block_size, head_dim):
+    if covers("cpu", spec.block_size, head_dim):
         return ""
     if head_dim % simd.LANES:
         return f"the compiled attention needs heads whose size is a multiple of {simd.LANES}, and this model's have {head_dim}"
@@ -113,7 +114,7 @@ def is_attention_row_independent(spec: KvSpec) -> bool:
 
 def _is_row_independent_behind(cache: LayerCache, window: int) -> bool:
     _, kv_heads, block_size, head_dim = cache.key.shape
-    if not is_compiled_for("cpu", block_size, head_dim):
+    if not covers("cpu", block_size, head_dim):
         return False
     generator = torch.Generator().manual_seed(1)
     for part in (cache.key, cache.value):

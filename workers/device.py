@@ -40,6 +40,7 @@ def open_device(kind: str, index: int, num_threads: int) -> torch.device:
 def available_bytes(device: torch.device) -> int:
     """Memory that could be allocated now without pushing anything out."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for reuse does not count as free
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return int(psutil.virtual_memory().available)

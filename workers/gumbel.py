@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers import simd
-from workers.native import Body, NativeKernel, argument_places, helper
+from workers.native import Body, NativeKernel, argument_reader, helper
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -77,18 +77,17 @@ class _Arguments(NamedTuple):
     best_score: int  #: where that with noise is
 
 
-_AT = argument_places(_Arguments)
+_read = argument_reader(_Arguments)
 
 
 def _build() -> Body:
     def best(arguments: int) -> None:
-        scores, num_scores = simd.read_int64(arguments + _AT.scores), simd.read_int64(arguments + _AT.num_scores)
-        token_ids, key = simd.read_int64(arguments + _AT.token_ids), np.uint64(simd.read_int64(arguments + _AT.key))
-        index, total = simd.read_int64(arguments + _AT.best), simd.read_int64(arguments + _AT.best_score)
+        given = _read(arguments)
+        key = np.uint64(given.key)
         best_value, best_index = -math.inf, 0
-        for i in range(num_scores):
-            bits = _mix(key + np.uint64(simd.read_int64(token_ids + i * 8) + 1) * np.uint64(_GOLDEN)) >> np.uint64(12)
-            score = simd.read_float64(scores + i * 8)
+        for i in range(given.num_scores):
+            bits = _mix(key + np.uint64(simd.read_int64(given.token_ids + i * 8) + 1) * np.uint64(_GOLDEN)) >> np.uint64(12)
+            score = simd.read_float64(given.scores + i * 8)
             # -log(u) >= 1 - u, so noise <= -log(1 - u) <= log(2) * (1 + leading zeros of 1 - u): two
             # logarithms are due only for the few ids that may lead.
             from_above = np.uint64(2**52 - 1) - bits
@@ -97,8 +96,8 @@ def _build() -> Body:
             value = score - math.log(-math.log((np.float64(bits) + 0.5) * 2.0**-52))
             if value > best_value:
                 best_value, best_index = value, i
-        simd.write_int64(index, best_index)
-        simd.write_float64(total, best_value)
+        simd.write_int64(given.best, best_index)
+        simd.write_float64(given.best_score, best_value)
 
     return best
 

@@ -77,9 +77,8 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
     if config.num_blocks or config.kv_cache_bytes:
         _longest(config, spec, _num_blocks(config, spec, 0), max_model_len)
     region = _map_arena(config, model_config, spec, arena_fd)
-    if device.type == "cpu":  # before the others are met: the first start on a machine takes a while
-        for fraction, name in compile_kernels(dtype):
-            on_progress("kernels", fraction, name)
+    for fraction, name in compile_kernels(dtype, device.type):  # before the others are met: the first start on a machine takes a while
+        on_progress("kernels", fraction, name)
     parallel = open_group(config.rank, config.num_workers, rendezvous, device, ordered=deterministic)
     with region.populating() if region is not None else nullcontext():
         with loading_allocations():
@@ -90,7 +89,7 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
         max_model_len = _longest(config, spec, num_blocks, max_model_len)
         on_progress("prepare", 0.5, f"KV pool of {num_blocks} blocks, {num_blocks * spec.block_bytes / 2**20:.0f} MiB")
         bounds = RowBounds(model_config.tokenizer_vocab_size, num_blocks, config.block_size, max_model_len, spec.groups)
-        kv_cache = KvCache(spec, num_blocks, device)
+        kv_cache = _allocate_pool(spec, num_blocks, device)
         swapper = Swapper(kv_cache, _arena_slots(region, on_progress) if region is not None else None, writes_slots=_writes_slots(config, model_config))
         runner = Runner(model, kv_cache, swapper, RowTable(bounds), device, parallel)
 
@@ -104,7 +103,7 @@ def load(config: WorkerConfig, on_progress: OnProgress = lambda phase, fraction,
         max_model_len=max_model_len,
         deterministic=deterministic,
         weight_bytes=layers.weight_bytes,
-        prefill_tok_s=warm_up(runner, config.max_num_batched_tokens, parallel),
+        prefill_tok_s=warm_up(runner, config.max_num_batched_tokens, parallel, is_memory_scarce=device.type != "cpu"),
         num_swap_slots=swapper.num_slots,
         swap_out_bytes_s=link.out_bytes_s,
         swap_in_bytes_s=link.in_bytes_s,
@@ -148,16 +147,31 @@ def _measure_link(swapper: Swapper, spec: KvSpec) -> LinkRate:
         raise ModelRefused(str(error)) from error
 
 
-def warm_up(runner: Runner, max_num_batched_tokens: int, parallel: TensorParallel = ALONE) -> float:
-    """Runs prefill and decode once, so that nothing is compiled or first touched under load; tokens per second of prefill."""
+def warm_up(runner: Runner, max_num_batched_tokens: int, parallel: TensorParallel = ALONE, *, is_memory_scarce: bool = False) -> float:
+    """Runs prefill and decode once, so that nothing is compiled or first touched under load; tokens per second of prefill.
+
+    Where memory is scarce the longest step is tried as well: what does not fit beside the pool is to fail now, and not whoever needs it first.
+    """
     bounds = runner.rows.bounds
     longest = min(max_num_batched_tokens, bounds.max_model_len - 1, bounds.num_blocks * bounds.block_size - 1)
     _prefill_seconds(runner, min(WARMUP_TOKENS, longest))
     short = _prefill_seconds(runner, min(WARMUP_TOKENS, longest))
     timed = _least(parallel, max(1, min(longest, int(WARMUP_TOKENS * WARMUP_SECONDS / short))))
     rate = timed / _prefill_seconds(runner, timed)
+    if is_memory_scarce and longest > timed:
+        _try_longest(runner, longest)
     runner.rows.clear()
     return rate
+
+
+def _try_longest(runner: Runner, num_tokens: int) -> None:
+    try:
+        _prefill_seconds(runner, num_tokens)
+    except ModelRefused as error:
+        raise ModelRefused(
+            f"a step of {num_tokens} tokens fails where shorter ones do not: is there memory for it beside the KV pool?"
+            " Lower --kv-cache-memory or --max-num-batched-tokens"
+        ) from error
 
 
 def _prefill_seconds(runner: Runner, num_tokens: int) -> float:
@@ -212,6 +226,8 @@ def _read_model(
     try:
         layers = LayerBuilder(checkpoint, dtype=dtype, device=device, deterministic=deterministic, parallel=parallel, on_read=progress.add)
         return model_class(model_config, layers, max_model_len), layers
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelRefused(f"the weights in {config.dtype} do not fit into the memory of {device}") from error
     finally:
         checkpoint.close()
 
@@ -277,6 +293,16 @@ def _scratch_bytes(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype)
     num_kv_heads = kv_heads_per_rank(model.num_key_value_heads, config.num_workers)
     shape = (num_kv_heads, config.block_size, model.head_dim)
     return paged_attention.scratch_bytes(config.device, model.num_attention_heads // config.num_workers, shape, dtype)
+
+
+def _allocate_pool(spec: KvSpec, num_blocks: int, device: torch.device) -> KvCache:
+    try:
+        return KvCache(spec, num_blocks, device)
+    except torch.cuda.OutOfMemoryError as error:
+        size, free = num_blocks * spec.block_bytes, available_bytes(device)
+        raise ModelRefused(
+            f"a KV pool of {size / 2**20:.0f} MiB does not fit into the {free / 2**20:.0f} MiB that {device} has left beside the weights"
+        ) from error
 
 
 def _num_blocks(config: WorkerConfig, spec: KvSpec, free_bytes: int) -> int:

@@ -7,8 +7,8 @@ the calling thread): no second pool, hence no oversubscription. What a kernel co
 who takes which item.
 
 Layout of the arguments: [0] the counter of claimed items, [1] the counter of threads that have entered,
-[2 ...] what the caller passed. A kernel names these in a NamedTuple of ints: callers fill one, and `argument_places` of it
-says where the kernel finds each.
+[2 ...] what the caller passed. A kernel names these in a NamedTuple of ints: callers fill one, and the kernel gets
+another with the operation that `argument_reader` makes.
 """
 
 # Numba's decorators are untyped.
@@ -29,6 +29,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import structlog
 import torch
+from llvmlite import ir
+
+from workers.simd import define, emit_peek
 
 #: Where a kernel finds the first argument its caller passed, in bytes.
 _FIRST_ARGUMENT = 16
@@ -41,14 +44,40 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Arguments = TypeVar("_Arguments", bound=NamedTuple)
 
 
-def argument_places(arguments: type[_Arguments]) -> _Arguments:
-    """Where a kernel finds each of these arguments, in bytes from the address that it gets."""
-    return arguments._make(range(_FIRST_ARGUMENT, _FIRST_ARGUMENT + 8 * len(arguments._fields), 8))
+def argument_reader(arguments: type[_Arguments]) -> Callable[[int], _Arguments]:
+    """Makes the operation by which a kernel reads these arguments, from the address that it gets."""
+    element, count = ir.IntType(64), len(arguments._fields)
+
+    @define(numba.types.NamedUniTuple(numba.types.int64, count, arguments), numba.types.int64)
+    def read_arguments(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        values = ir.Constant(ir.ArrayType(element, count), ir.Undefined)
+        for index in range(count):
+            place = builder.add(address, element(_FIRST_ARGUMENT + 8 * index))
+            values = builder.insert_value(values, emit_peek(builder, place, element, align=8), index)
+        return values
+
+    return cast(Callable[[int], _Arguments], read_arguments)
 
 
 def helper(function: _Function) -> _Function:
     """Marks a module-level function as one that kernels may call; it is compiled into them."""
     return cast(_Function, numba.njit(function))
+
+
+def inlined(function: _Function) -> _Function:
+    """Marks a module-level function as a part of kernels: it is written into them where they call it, and their constants stay constants in it."""
+    return cast(_Function, numba.njit(inline="always")(function))
+
+
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Compiled(NamedTuple):
+    """One function of a kernel."""
+
+    address: int
+    run: Callable[[int], None]  #: calls it, on this thread; made once, for that takes as long as a small call
+    owner: Any  #: what keeps its code in memory
 
 
 class NativeKernel:
@@ -57,33 +86,30 @@ class NativeKernel:
     def __init__(self, name: str, build: Callable[..., Body]) -> None:
         self.name = name
         self._build = build
-        #: The compiled functions by their constants; kept alive here.
-        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._compiled: dict[tuple[int, ...], _Compiled] = {}  #: by their constants
 
-    def compile(self, *constants: int) -> int:
-        """The address of the function for these constants."""
-        found = self._compiled.get(constants)
-        if found is None:
-            use_cache_folder()
-            signature = numba.types.void(numba.types.int64)
-            found = numba.cfunc(signature, cache=True, error_model="numpy")(self._build(*constants))
-            self._compiled[constants] = found
-        return cast(int, found.address)
+    def compile(self, *constants: int) -> None:
+        """Compiles the function for these constants, or finds it on disk, so that the first call need not."""
+        if constants in self._compiled:
+            return
+        use_cache_folder()
+        signature = numba.types.void(numba.types.int64)
+        owner: Any = numba.cfunc(signature, cache=True, error_model="numpy")(self._build(*constants))
+        self._compiled[constants] = _Compiled(owner.address, _ENTRY(owner.address), owner)
 
     def __call__(self, constants: tuple[int, ...], num_threads: int, *arguments: int) -> None:
         """Runs it on up to `num_threads` threads and returns when all are done."""
-        found = self._compiled.get(constants)
-        address = found.address if found is not None else self.compile(*constants)
+        function = self._compiled.get(constants)
+        if function is None:
+            self.compile(*constants)
+            function = self._compiled[constants]
         packed = array("q", (0, 0, *arguments))
         where, _ = packed.buffer_info()
         parallel = _parallel() if num_threads > 1 else None
         if parallel is None:
-            _ENTRY(address)(where)
+            function.run(where)
         else:
-            parallel(address, where, num_threads, 0)
-
-
-_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+            parallel(function.address, where, num_threads, 0)
 
 
 @cache

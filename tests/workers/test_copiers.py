@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -134,6 +137,90 @@ def test_slots_that_cannot_all_be_pinned_are_not_pinned_at_all(monkeypatch: pyte
     assert (runtime.most, runtime.pieces) == (2, {})
     assert [(line["event"], line["error"], line["bytes"], line["refused_after_bytes"]) for line in logs] == [("arena_not_pinned", 2, 50 * 4096, 2 * 65536)]
     pinned.release()
+
+
+class FakeDevice:
+    """Streams and events that only note what is asked of them, in order; copies are carried out at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.journal: list[tuple[str, str, object]] = []
+        self.current = self.compute = FakeStream(self, "compute")
+        self.copies_until_fault = 1000
+        names = iter(BOTH)
+        copy = Tensor.copy_
+
+        def copy_noted(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            self.copies_until_fault -= 1
+            if self.copies_until_fault < 0:
+                raise RuntimeError("CUDA error")
+            self.journal.append((self.current.name, "copies", len(target)))
+            assert non_blocking
+            return copy(target, source)
+
+        @contextmanager
+        def on(stream: FakeStream) -> Iterator[None]:
+            before, self.current = self.current, stream
+            try:
+                yield
+            finally:
+                self.current = before
+
+        monkeypatch.setattr("torch.cuda.cudart", lambda: FakeRuntime(2**40))
+        monkeypatch.setattr("torch.cuda.Stream", lambda device: FakeStream(self, next(names)))
+        monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+        monkeypatch.setattr("torch.cuda.stream", on)
+        monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(Tensor, "copy_", copy_noted)
+
+
+class FakeStream:
+    def __init__(self, device: FakeDevice, name: str) -> None:
+        self.device, self.name = device, name
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.device.journal.append((self.name, "waits for", event))
+
+    def synchronize(self) -> None:
+        self.device.journal.append((self.name, "is over", None))
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        pass
+
+    def record(self, stream: FakeStream) -> None:
+        stream.device.journal.append((stream.name, "reaches", self))
+
+
+@pytest.mark.parametrize("direction", BOTH)
+def test_a_device_copies_behind_the_mark_and_computes_behind_a_copy_that_it_needs(monkeypatch: pytest.MonkeyPatch, direction: Direction) -> None:
+    blocks, slots = tables(4096, 4096)
+    source, target = (blocks, slots) if direction == "out" else (slots, blocks)
+    before, device = source.clone(), FakeDevice(monkeypatch)
+    copier = CudaCopier(blocks, slots)
+    mark = copier.mark()
+    copier.start(direction, [(1, 2), (2, 3), (4, 0)], mark).hold_forward()
+    (*rest, (_, _, begin)), (_, _, end) = device.journal[:3], device.journal[5]
+    assert rest == [("compute", "reaches", mark), (direction, "waits for", mark)]
+    assert device.journal[2:] == [
+        (direction, "reaches", begin),
+        (direction, "copies", 2),
+        (direction, "copies", 1),
+        (direction, "reaches", end),
+        ("compute", "waits for", end),
+    ]
+    assert len({mark, begin, end}) == 3
+    assert torch.equal(target[[2, 3, 0]], before[[1, 2, 4]])
+
+
+def test_of_a_copy_that_fails_on_a_device_nothing_is_under_way_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, slots = tables(4096, 8192)
+    device = FakeDevice(monkeypatch)
+    copier = CudaCopier(blocks, slots[:, :4096])
+    device.copies_until_fault = 1
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        copier.start("out", [(1, 2), (2, 3)], copier.mark())
+    assert device.journal[-2:] == [("out", "copies", 1), ("out", "is over", None)]
 
 
 @pytest.mark.gpu

@@ -22,13 +22,16 @@ from pagemill.config import WorkerConfig
 from pagemill.ids import NONE
 from pagemill.memory_plan import MemoryRequest, plan_memory
 from pagemill.messages.sequences import KvGroup
+from pagemill.messages.worker import Plan, RowResult
 from pagemill.model_info import read_model_info
 from scripts.lib.offline import offline_config
 from tests.helpers.ranks import close, load_ranks
 from tests.helpers.tiny_model import tiny_checkpoint
 from workers import loader, piecewise_attention
-from workers.loader import load
+from workers.loader import load, warm_up
 from workers.model_config import ModelRefused, read_config
+from workers.probe import DeviceFault
+from workers.runner import Runner
 from workers.weights import Part, SafetensorsCheckpoint
 
 SWAP_BYTES = 10 * 8192 + 4096  #: with blocks of eight tokens, ten slots and a page
@@ -151,6 +154,44 @@ def test_a_length_beyond_what_a_device_turns_out_to_hold_is_refused(monkeypatch:
     assert load(offline_config(str(tiny_checkpoint("llama")), max_model_len=320, **settings)).ready.max_model_len == 320
     with pytest.raises(ModelRefused, match=r"--max-model-len 321 does not fit: the KV pool of 20 blocks holds 320 tokens .*, or raise --kv-cache-memory"):
         load(offline_config(str(tiny_checkpoint("llama")), max_model_len=321, **settings))
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("LayerBuilder", "the weights in float32 do not fit into the memory of cpu"),
+        ("KvCache", r"a KV pool of 3 MiB does not fit into the \d+ MiB that cpu has left"),
+    ],
+)
+def test_what_a_device_has_no_memory_for_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, what: str, sentence: str) -> None:
+    def is_full(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
+
+    monkeypatch.setattr(loader, what, is_full)
+    with pytest.raises(ModelRefused, match=sentence):
+        load(offline_config(str(tiny_checkpoint("llama"))))
+
+
+@pytest.mark.parametrize("is_memory_scarce", [True, False])
+def test_where_memory_is_scarce_the_longest_step_is_tried_before_anybody_needs_it(monkeypatch: pytest.MonkeyPatch, is_memory_scarce: bool) -> None:
+    runner = load(offline_config(str(tiny_checkpoint("llama")))).runner
+    lengths: list[int] = []
+    run = Runner.run
+
+    def run_noted(self: Runner, plan: Plan) -> tuple[tuple[RowResult, ...], dict[str, float]]:
+        lengths.extend(piece.num_tokens for piece in plan.slices)
+        if lengths[-1] == 200:
+            raise DeviceFault("CUDA out of memory")
+        return run(self, plan)
+
+    monkeypatch.setattr(Runner, "run", run_noted)
+    monkeypatch.setattr(loader, "WARMUP_SECONDS", 0.0)
+    warm_up(runner, 128, is_memory_scarce=is_memory_scarce)
+    assert max(lengths) == (128 if is_memory_scarce else loader.WARMUP_TOKENS)
+    assert len(runner.rows) == 0
+    if is_memory_scarce:
+        with pytest.raises(ModelRefused, match=r"a step of 200 tokens fails where shorter ones do not: .* Lower --kv-cache-memory or --max-num-batched-tokens"):
+            warm_up(runner, 200, is_memory_scarce=True)
 
 
 def test_the_pool_leaves_a_device_the_memory_that_attention_needs(monkeypatch: pytest.MonkeyPatch) -> None:

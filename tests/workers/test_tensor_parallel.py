@@ -102,10 +102,8 @@ def test_three_ranks_of_the_default_model_compute_the_logits_of_one_and_answer_a
     divided = together(lambda loaded: logits_in_chunks(loaded, histories, chunk=64), ranks)
     close(ranks)
     whole = logits_in_chunks(load(offline_config(str(path), num_blocks=64, max_model_len=256)), histories, chunk=64)
-    # They reach 38; those of transformers are 1.7e-4 away from those of one rank.
-    largest = max(float(logits.abs().max()) for logits in whole)
     for of_rank in divided:
-        torch.testing.assert_close(of_rank, whole, atol=1e-5 * largest, rtol=0.0)
+        torch.testing.assert_close(of_rank, whole, atol=1e-4, rtol=0.0)  # they reach 38
     for answer, ours in zip(chosen, answers, strict=True):
         theirs = answer["expected_ids"][:NUM_TOKENS]  # less, where it ends with a stop token
         assert ours[: len(theirs)] == theirs

@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, silu
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import Body, NativeKernel, argument_places, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_reader, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "act_and_mul"
@@ -57,23 +57,22 @@ class _Arguments(NamedTuple):
     width: int
 
 
-_AT = argument_places(_Arguments)
+_read = argument_reader(_Arguments)
 
 
 def _build(kind: int, activation: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
 
     def activate(arguments: int) -> None:
-        gate_up, out = simd.read_int64(arguments + _AT.gate_up), simd.read_int64(arguments + _AT.out)
-        rows, width = simd.read_int64(arguments + _AT.rows), simd.read_int64(arguments + _AT.width)
+        given = _read(arguments)
         one, factor, linear, cubic = simd.splat(1.0), simd.splat(_MINUS_LOG2_E), simd.splat(_LINEAR), simd.splat(_CUBIC)
         while True:
             row = simd.claim(arguments)
-            if row >= rows:
+            if row >= given.rows:
                 return
-            gates, target = gate_up + row * 2 * width * size, out + row * width * size
-            ups = gates + width * size
-            for i in range(0, width * size, simd.LANES * size):
+            gates, target = given.gate_up + row * 2 * given.width * size, given.out + row * given.width * size
+            ups = gates + given.width * size
+            for i in range(0, given.width * size, simd.LANES * size):
                 gate = simd.load(gates + i, kind)
                 if activation == SILU:
                     exponent = simd.times(gate, factor)

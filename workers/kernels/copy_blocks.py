@@ -18,7 +18,7 @@ from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import Body, NativeKernel, argument_places, log_reference_once
+from workers.native import Body, NativeKernel, argument_reader, log_reference_once
 
 NAME = "copy_blocks"
 
@@ -49,18 +49,16 @@ class _Arguments(NamedTuple):
     num_pairs: int
 
 
-_AT = argument_places(_Arguments)
+_read = argument_reader(_Arguments)
 
 
 def _build() -> Body:
     def copy(arguments: int) -> None:
-        source, source_stride = simd.read_int64(arguments + _AT.source), simd.read_int64(arguments + _AT.source_stride)
-        target, target_stride = simd.read_int64(arguments + _AT.target), simd.read_int64(arguments + _AT.target_stride)
-        size, pairs, num_pairs = simd.read_int64(arguments + _AT.size), simd.read_int64(arguments + _AT.pairs), simd.read_int64(arguments + _AT.num_pairs)
-        for pair in range(pairs, pairs + 16 * num_pairs, 16):
-            read = source + simd.read_int64(pair) * source_stride
-            write = target + simd.read_int64(pair + 8) * target_stride
-            for i in range(0, size, simd.VECTOR_BYTES):
+        given = _read(arguments)
+        for pair in range(given.pairs, given.pairs + 16 * given.num_pairs, 16):
+            read = given.source + simd.read_int64(pair) * given.source_stride
+            write = given.target + simd.read_int64(pair + 8) * given.target_stride
+            for i in range(0, given.size, simd.VECTOR_BYTES):
                 simd.stream(read + i, write + i)
         simd.publish()
 

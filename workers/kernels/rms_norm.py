@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import Body, NativeKernel, argument_places, float32_bits, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_reader, float32_bits, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "rms_norm"
@@ -61,7 +61,7 @@ class _Arguments(NamedTuple):
     eps: int  #: the bits of a float32
 
 
-_AT = argument_places(_Arguments)
+_read = argument_reader(_Arguments)
 
 
 def _build(kind: int, weight_kind: int) -> Body:
@@ -69,28 +69,26 @@ def _build(kind: int, weight_kind: int) -> Body:
     weight_size = 4 if weight_kind == FLOAT32 else 2
 
     def norm(arguments: int) -> None:
-        x, residual = simd.read_int64(arguments + _AT.x), simd.read_int64(arguments + _AT.residual)
-        weight, out = simd.read_int64(arguments + _AT.weight), simd.read_int64(arguments + _AT.out)
-        rows, width = simd.read_int64(arguments + _AT.rows), simd.read_int64(arguments + _AT.width)
-        eps = simd.float32_from_bits(simd.read_int64(arguments + _AT.eps))
+        given = _read(arguments)
+        width, eps = given.width, simd.float32_from_bits(given.eps)
         while True:
             row = simd.claim(arguments) * width * size
-            if row >= rows * width * size:
+            if row >= given.rows * width * size:
                 return
-            source = x + row
+            source = given.x + row
             squares = simd.splat(0.0)
             for i in range(0, width, simd.LANES):
-                value = simd.load(x + row + i * size, kind)
-                if residual != 0:
-                    simd.store(residual + row + i * size, simd.add(value, simd.load(residual + row + i * size, kind)), kind)
-                    value = simd.load(residual + row + i * size, kind)
+                value = simd.load(given.x + row + i * size, kind)
+                if given.residual != 0:
+                    simd.store(given.residual + row + i * size, simd.add(value, simd.load(given.residual + row + i * size, kind)), kind)
+                    value = simd.load(given.residual + row + i * size, kind)
                 squares = simd.fma(value, value, squares)
-            if residual != 0:
-                source = residual + row
+            if given.residual != 0:
+                source = given.residual + row
             factor = simd.splat(1.0 / math.sqrt(simd.sum_lanes(squares) / width + eps))
             for i in range(0, width, simd.LANES):
                 scaled = simd.times(simd.load(source + i * size, kind), factor)
-                simd.store(out + row + i * size, simd.times(scaled, simd.load(weight + i * weight_size, weight_kind)), kind)
+                simd.store(given.out + row + i * size, simd.times(scaled, simd.load(given.weight + i * weight_size, weight_kind)), kind)
 
     return norm
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers import simd
 from workers.kernels import Case
-from workers.native import Body, NativeKernel, argument_places, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_reader, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "rotary"
@@ -56,28 +56,24 @@ class _Arguments(NamedTuple):
     head_dim: int
 
 
-_AT = argument_places(_Arguments)
+_read = argument_reader(_Arguments)
 
 
 def _build(kind: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
 
     def rotate(arguments: int) -> None:
-        query, query_stride = simd.read_int64(arguments + _AT.query), simd.read_int64(arguments + _AT.query_stride)
-        key, key_stride = simd.read_int64(arguments + _AT.key), simd.read_int64(arguments + _AT.key_stride)
-        query_heads, key_heads = simd.read_int64(arguments + _AT.query_heads), simd.read_int64(arguments + _AT.key_heads)
-        positions, table = simd.read_int64(arguments + _AT.positions), simd.read_int64(arguments + _AT.table)
-        num_tokens, head_dim = simd.read_int64(arguments + _AT.num_tokens), simd.read_int64(arguments + _AT.head_dim)
-        half = head_dim // 2
+        given = _read(arguments)
+        head_dim, half = given.head_dim, given.head_dim // 2
         while True:
             token = simd.claim(arguments)
-            if token >= num_tokens:
+            if token >= given.num_tokens:
                 return
-            cosines = table + simd.read_int64(positions + token * 8) * head_dim * 4
-            for head in range(query_heads + key_heads):
-                x = query + (token * query_stride + head * head_dim) * size
-                if head >= query_heads:
-                    x = key + (token * key_stride + (head - query_heads) * head_dim) * size
+            cosines = given.table + simd.read_int64(given.positions + token * 8) * head_dim * 4
+            for head in range(given.query_heads + given.key_heads):
+                x = given.query + (token * given.query_stride + head * head_dim) * size
+                if head >= given.query_heads:
+                    x = given.key + (token * given.key_stride + (head - given.query_heads) * head_dim) * size
                 for i in range(0, half, simd.LANES):
                     cos, sin = simd.load(cosines + i * 4, FLOAT32), simd.load(cosines + (half + i) * 4, FLOAT32)
                     first, second = simd.load(x + i * size, kind), simd.load(x + (half + i) * size, kind)

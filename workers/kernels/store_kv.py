@@ -16,7 +16,7 @@ from torch import Tensor
 from workers import simd
 from workers.kernels import Case
 from workers.kv_cache import KvCache, LayerCache, full_attention_spec
-from workers.native import Body, NativeKernel, argument_places, log_reference_once, num_threads_for
+from workers.native import Body, NativeKernel, argument_reader, inlined, log_reference_once, num_threads_for
 from workers.simd import FLOAT32
 
 NAME = "store_kv"
@@ -50,7 +50,7 @@ def _place(part: Tensor) -> tuple[int, int, int, int, int]:
 
 
 class _Arguments(NamedTuple):
-    """Strides are in elements. What is said of keys is said of values as well, in the same order."""
+    """Strides are in elements."""
 
     key: int
     key_stride: int
@@ -73,31 +73,39 @@ class _Arguments(NamedTuple):
     block_size: int
 
 
-_AT = argument_places(_Arguments)
+_read = argument_reader(_Arguments)
+
+
+@inlined
+def _store_heads(source: int, target: int, by_head: int, by_dimension: int, heads: int, head_dim: int, kind: int) -> None:
+    """Copies the heads of a token, which lie behind one another, to where the cache has them. Strides are in bytes."""
+    size = 4 if kind == FLOAT32 else 2
+    for head in range(heads):
+        for i in range(head_dim):
+            simd.copy_element(source + (head * head_dim + i) * size, target + head * by_head + i * by_dimension, kind)
 
 
 def _build(kind: int) -> Body:
     size = 4 if kind == FLOAT32 else 2
 
     def store(arguments: int) -> None:
-        num_tokens, slots = simd.read_int64(arguments + _AT.num_tokens), simd.read_int64(arguments + _AT.slots)
-        heads, head_dim = simd.read_int64(arguments + _AT.heads), simd.read_int64(arguments + _AT.head_dim)
-        block_size = simd.read_int64(arguments + _AT.block_size)
+        given = _read(arguments)
         while True:
             token = simd.claim(arguments)
-            if token >= num_tokens:
+            if token >= given.num_tokens:
                 return
-            slot = simd.read_int64(slots + token * 8)
-            block, offset = slot // block_size, slot % block_size
-            for part in (0, _AT.value - _AT.key):
-                at = arguments + part
-                source = simd.read_int64(at + _AT.key) + token * simd.read_int64(at + _AT.key_stride) * size
-                by_block, by_head = simd.read_int64(at + _AT.key_by_block), simd.read_int64(at + _AT.key_by_head)
-                by_offset, by_dimension = simd.read_int64(at + _AT.key_by_offset) * size, simd.read_int64(at + _AT.key_by_dimension) * size
-                for head in range(heads):
-                    target = simd.read_int64(at + _AT.cached_key) + (block * by_block + head * by_head) * size + offset * by_offset
-                    for i in range(head_dim):
-                        simd.copy_element(source + (head * head_dim + i) * size, target + i * by_dimension, kind)
+            slot = simd.read_int64(given.slots + token * 8)
+            block, offset = slot // given.block_size, slot % given.block_size
+            _store_heads(
+                given.key + token * given.key_stride * size,
+                given.cached_key + (block * given.key_by_block + offset * given.key_by_offset) * size,
+                given.key_by_head * size, given.key_by_dimension * size, given.heads, given.head_dim, kind,
+            )  # fmt: skip
+            _store_heads(
+                given.value + token * given.value_stride * size,
+                given.cached_value + (block * given.value_by_block + offset * given.value_by_offset) * size,
+                given.value_by_head * size, given.value_by_dimension * size, given.heads, given.head_dim, kind,
+            )  # fmt: skip
 
     return store
 
