@@ -103,7 +103,8 @@ def _outcome(victim: VictimPrice, decision: Decision) -> str:
     why = "as asked for, " if decision.reason == "forced" else ""
     match victim.kind:
         case "keep":
-            done, why = "kept its blocks", ""
+            given_back = f"gave back {_count(victim.freed, 'block')} that it had not used yet and kept the rest"
+            done, why = given_back if victim.freed else "kept its blocks", ""
         case "swap":
             done = f"swapped {_count(victim.freed, 'block')} ({_size(victim.freed * decision.block_bytes)}): "
             why += _why(victim.swap_s, victim.recompute_s, "recompute", "recomputing was not open")

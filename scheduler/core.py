@@ -15,6 +15,7 @@ for work last. The same events at the same times give the same effects, so a rec
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import assert_never
 
 from pagemill.ids import NO_PLAN, NO_ROW, PlanId, SeqId
@@ -328,7 +329,7 @@ class SchedulerCore:
         if done.epoch != self.config.epoch or self.is_distrusted:
             self.counters.num_dropped += 1
             return
-        self.counters.num_dropped += self.swapping.done(done, [*self.queues.preempted, *self.queues.waiting])
+        self.counters.num_dropped += self.swapping.done(done, chain(self.queues.preempted, self.queues.waiting))
         self.counters.changed = True
 
     def _plan_in_flight(self, answer: StepDone | RowMissing) -> PlanInFlight | None:
@@ -365,7 +366,7 @@ class SchedulerCore:
         if prompts:
             num_tokens = sum(piece.num_tokens for piece in prompts)
             pairs = sum(num_pairs(piece.start, piece.start + piece.num_tokens) for piece in prompts)
-            self.prefill.measure(num_tokens, pairs, num_tokens + len(plan.slices) - len(prompts), plan.step_s)
+            self.prefill.measure(num_tokens, pairs, num_tokens + len(plan.slices) - len(prompts), plan.computing_s)
 
     def _snapshot_if_due(self, now: float) -> list[Effect]:
         counters = self.counters

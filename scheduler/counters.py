@@ -138,5 +138,6 @@ def snapshot(
         sequences_finished=dict(counters.sequences_finished),
         num_suspects=num_suspects,
         core_rebuilds=counters.core_rebuilds,
-        blocks_dead=sum(memory.num_dead_blocks(sequence) for sequence in queues),
+        # Those that wait have computed whole blocks, if any, and left behind what their windows have passed.
+        blocks_dead=sum(memory.windows.num_dead_blocks(sequence) for sequence in (*queues.running, *queues.preempted)),
     )

@@ -41,11 +41,11 @@ class EarlyCopies:
         """Below the low-water mark of free blocks: copies of the confirmed blocks that will have to go next, within the link's budget.
 
         Those are the cached ones in the order in which they will be overwritten, then the ends of the sequences
-        that may have to yield. Only as many are looked at as the mark asks for, and as half of the slots that can be
-        had, so that copies do not push each other out and an idle engine comes to rest.
+        that may have to yield. Only as many are looked at as the mark asks for, and as half of the slots that are
+        to spare, so that copies do not push each other out and an idle engine comes to rest.
         """
         pool = self._memory.pool
-        num_looked_at = min(self._low_water - pool.num_free, self._swap.num_obtainable // 2)
+        num_looked_at = min(self._low_water - pool.num_free, self._swap.num_spare // 2)
         budget = self._transfers.budget("out")
         if num_looked_at <= 0 or budget <= 0:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvstore.block_table import blocks_for
 from kvstore.id_pool import Id, IdPool
-from pagemill.ids import BEHIND, NO_PLAN, NO_ROW, NONE, BlockId, SwapSlotId
+from pagemill.ids import BEHIND, NO_PLAN, NO_ROW, NONE, BlockId, SeqId, SwapSlotId
 from pagemill.kv_groups import first_live_block
 from scheduler.core import SchedulerCore
 from scheduler.ranks import all_ranks
@@ -16,6 +16,7 @@ from scheduler.sequence import Sequence, Status
 
 #: Of a sequence that no plan in flight names: tokens being computed, and being drawn.
 _NONE_PLANNED = [0, 0]
+_NO_KEYS: frozenset[bytes] = frozenset()
 
 
 class InvariantError(Exception):
@@ -136,6 +137,8 @@ def _check_blocks(core: SchedulerCore, holders: list[Sequence]) -> None:
         references[number] += 1
     places = _places(pool)
     _check_places(pool, references, places)
+    loose = {sequence.seq_id for sequence in holders if sequence.holds_weakly and sequence.num_device_blocks}
+    _require({sequence.seq_id for sequence in core.memory.loose_holders()} == loose, "not those that hold blocks and do not run are known for it")
     _require(pool.weak_counts() == weak, "weak references are counted wrongly")
     num_reclaimable = sum(0 < count == loose for count, loose in zip(references, weak, strict=True))
     _require(pool.num_reclaimable == num_reclaimable, "{} blocks are said to be reclaimable, {} are", pool.num_reclaimable, num_reclaimable)
@@ -192,8 +195,10 @@ def _check_transfers(core: SchedulerCore, holders: list[Sequence]) -> None:
     overdue = [transfer.transfer_id for transfer in in_flight if NO_PLAN != transfer.needed_by < oldest]
     _require(not overdue, "plans are done, and of the copies {} that they waited for nothing is known", overdue)
     for direction in ("out", "in"):
-        background = sum(transfer.direction == direction and transfer.needed_by == NO_PLAN for transfer in in_flight)
+        this_way = [transfer for transfer in in_flight if transfer.direction == direction]
+        background = sum(transfer.needed_by == NO_PLAN for transfer in this_way)
         _require(transfers.num_background(direction) == background, "transfers in the background are counted wrongly")
+        _require(transfers.backlog_bytes(direction) == len(this_way) * core.config.block_bytes, "what is queued on the link is counted wrongly")
     for sequence in holders:
         named = {transfer.transfer_id for transfer in in_flight if transfer.sequence is sequence and transfer.direction == "in"}
         _require(set(sequence.arriving.values()) <= named, "{!r} waits for transfers that nobody carries out", sequence)
@@ -218,8 +223,13 @@ def _check_index(core: SchedulerCore, holders: list[Sequence]) -> None:
                 indexed = index.key_of(BlockId(number)) if number >= 0 else None
                 right = indexed is None or (sequence.is_cacheable and indexed == sequence.copy_key(block_index, group))
                 _require(right, "{!r}: block {} holds another prefix", sequence, block_index)
-    for sequence in core.memory.announced().values():
+    announced: dict[SeqId, set[bytes]] = {}
+    for key, sequence in core.memory.announced().items():
         _require(sequence.status is Status.RUNNING, "{!r} does not run, yet others wait for its blocks", sequence)
+        announced.setdefault(sequence.seq_id, set()).add(key)
+    for sequence in core.queues.running if announced else ():
+        has = sequence.keys[: sequence.num_computed_tokens // core.config.block_size]
+        _require(announced.get(sequence.seq_id, _NO_KEYS).isdisjoint(has), "others wait for what {!r} has", sequence)
 
 
 def _check_rows(core: SchedulerCore) -> None:

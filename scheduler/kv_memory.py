@@ -4,9 +4,7 @@ Here, and for what moves to and from the arena in `swapping`, block tables and t
 It knows sequences and their keys, but neither order nor budgets: who deserves a block is decided by `slices`
 and `preemption`, which ask here what there is.
 
-All tables of a sequence are equally long. In groups with a window the entries that no position can read any more are
-behind it, and given back at once: all but those that the end of the last full block looks back to, because that is where
-a hit on this prefix continues, and where a sequence that gives up its last blocks goes back to.
+All tables of a sequence are equally long. What `windows` says nobody can read any more is given back at once.
 
 Sharing has two halves. Confirmed blocks (full, every position acknowledged) are in the pool's prefix index
 and are adopted by whoever needs the same prefix. Blocks that a running sequence is about to compute are
@@ -23,14 +21,12 @@ from collections.abc import Sequence as Sequences
 
 from kvstore.block_pool import BlockPool
 from kvstore.block_table import blocks_for
-from pagemill.ids import NO_PLAN, NONE, BlockId, PlanId
-from pagemill.kv_groups import first_live_block
+from pagemill.ids import NO_PLAN, NONE, BlockId, PlanId, SeqId
 from pagemill.messages.sequences import KvGroup
 from scheduler.prefix_hits import Hit, OnDevice, Place, longest_hit
 from scheduler.sequence import Sequence, in_group
+from scheduler.windows import ENDLESS, Windows
 
-#: More positions than any sequence has.
-_ENDLESS = 1 << 62
 #: More blocks than any pool has.
 _MANY_BLOCKS = 1 << 40
 
@@ -45,14 +41,8 @@ class KvMemory:
         self.groups = tuple(groups)
         self.num_groups = len(groups)
         self.num_full_groups = sum(not group.window for group in groups)
+        self.windows = Windows(groups, block_size)
         self._max_chunk = max_chunk
-        #: The groups that have the same window.
-        self._windows: dict[KvGroup, list[int]] = {}
-        for number, group in enumerate(groups):
-            if group.window:
-                self._windows.setdefault(group, []).append(number)
-        #: How far windows reach back from a border of blocks, in blocks, and how many groups do.
-        self._reaches = [(blocks_for(group.window - 1, block_size), len(numbers)) for group, numbers in self._windows.items()]
         self._capacity_tokens = self._count_capacity()
         self._nothing: Hit[BlockId] = Hit(0, [[] for _ in groups])
         #: One turn asks for the same hit several times.
@@ -67,6 +57,8 @@ class KvMemory:
         self.on_behind: Callable[[Sequence, int, int], None] = lambda sequence, group, num_behind: None
         #: Key of a block not yet confirmed -> the running sequence that will compute it.
         self._computing: dict[bytes, Sequence] = {}
+        #: Sequences that do not run and have held blocks since they do not; most of those that wait never do.
+        self._loose: dict[SeqId, Sequence] = {}
 
     # --- what there is ---------------------------------------------------------------------------------
 
@@ -77,10 +69,7 @@ class KvMemory:
     def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
         """Blocks over all groups that a sequence of that many positions holds at most, if the last `chunk` are computed at once."""
         whole = blocks_for(num_tokens, self.block_size)
-        total = whole * self.num_full_groups
-        for reach, num_groups in self._reaches:
-            total += num_groups * min(whole, reach + blocks_for(self.block_size - 1 + chunk, self.block_size))
-        return total
+        return whole * self.num_full_groups + self.windows.num_held(whole, chunk)
 
     def num_awaited_blocks(self, sequence: Sequence, num_more: int = 0, *, frugal: bool = False) -> int:
         """Blocks over all groups that it holds at most on its way to all its known tokens and `num_more`.
@@ -104,15 +93,8 @@ class KvMemory:
 
     def num_coming_back(self, running: Iterable[Sequence]) -> int:
         """Blocks that plans in flight keep from being used again: behind their fences, or read by what they compute and not by what comes after."""
-        pool, size = self.pool, self.block_size
-        num_blocks = pool.num_behind_plans
-        for sequence in running if self._windows else ():
-            num_whole = (sequence.num_computed_tokens + sequence.num_planned_tokens) // size
-            for group, numbers in self._windows.items():
-                first_live = first_live_block(group, num_whole * size, size)
-                for table in (sequence.tables[number] for number in numbers):
-                    num_blocks += sum(pool.count(BlockId(block)) == 1 for block in table.ids[table.num_behind : first_live])
-        return num_blocks
+        count = self.pool.count
+        return self.pool.num_behind_plans + sum(count(block) == 1 for sequence in running for block in self.windows.read_by_plans_only(sequence))
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that its tables lack to hold `num_tokens` positions."""
@@ -153,8 +135,9 @@ class KvMemory:
         return hit.num_blocks * self.block_size
 
     def make_way(self, sequence: Sequence, hit: Hit[Place]) -> None:
-        """The hit is going to continue the tables: what its windows do not reach back to is behind them."""
-        end = len(sequence.tables[0]) + hit.num_blocks
+        """The hit is going to continue the tables: what its windows do not reach back to is behind them, and nobody need wait for it to compute that."""
+        first, end = len(sequence.tables[0]), len(sequence.tables[0]) + hit.num_blocks
+        self._withdraw(sequence, first, end)
         self.leave_behind(sequence, end * self.block_size)
         for table, run in zip(sequence.tables, hit.runs, strict=True):
             if len(run) < hit.num_blocks:
@@ -217,8 +200,7 @@ class KvMemory:
             for group, table in enumerate(sequence.tables):
                 if table[block_index] >= 0:
                     self.pool.index.insert(in_group(key, group), table[block_index])
-            if self._computing.get(key) is sequence:
-                del self._computing[key]
+        self._withdraw(sequence, first, last)
 
     # --- references ------------------------------------------------------------------------------------
 
@@ -226,7 +208,13 @@ class KvMemory:
         """One more reference for the sequence, as weak or strong as its others."""
         self.pool.reference(block)
         if sequence.holds_weakly:
-            self.pool.weaken(block)
+            self._weaken(sequence, block)
+
+    def allocate_arriving(self, sequence: Sequence) -> BlockId:
+        """A block for a sequence that does not run, into which its KV is going to be copied."""
+        block = self.allocate(overwrites=False)
+        self._weaken(sequence, block)
+        return block
 
     def give_back(self, sequence: Sequence, block: BlockId, fence: PlanId = NO_PLAN, *, expendable: bool = False) -> None:
         """One reference of the sequence less."""
@@ -235,20 +223,32 @@ class KvMemory:
         self.pool.release(block, fence, expendable=expendable)
 
     def loosen(self, sequence: Sequence) -> None:
-        """The sequence stops running: others may take what it holds. Blocks beyond what is computed or planned go back at once."""
-        self.shrink(sequence, sequence.num_computed_tokens + sequence.num_planned_tokens, sequence.planned_in)
+        """The sequence stops running: others may take what it holds.
+
+        Blocks beyond what is computed or planned go back at once. They were for the plan being built: none in flight names them.
+        """
+        self.shrink(sequence, sequence.num_computed_tokens + sequence.num_planned_tokens)
         self._withdraw(sequence)
         sequence.holds_weakly = True
         for table in sequence.tables:
             for block in table.live():
-                self.pool.weaken(BlockId(block))
+                self._weaken(sequence, BlockId(block))
 
     def tighten(self, sequence: Sequence) -> None:
         """The sequence runs, with all its blocks on the device."""
         sequence.holds_weakly = False
+        self._loose.pop(sequence.seq_id, None)
         for table in sequence.tables:
             for block in table.live():
                 self.pool.strengthen(BlockId(block))
+
+    def loose_holders(self) -> list[Sequence]:
+        """Those that do not run and hold blocks, in no order. However many wait, nobody else is looked at."""
+        return [sequence for sequence in self._loose.values() if sequence.num_device_blocks]
+
+    def _weaken(self, sequence: Sequence, block: BlockId) -> None:
+        self.pool.weaken(block)
+        self._loose[sequence.seq_id] = sequence
 
     # --- shrinking -------------------------------------------------------------------------------------
 
@@ -256,9 +256,10 @@ class KvMemory:
         """Takes all blocks away, tail first, so that the head of a prefix is evicted last."""
         self.shrink(sequence, 0, fence)
         self._withdraw(sequence)
+        self._loose.pop(sequence.seq_id, None)
 
     def shrink(self, sequence: Sequence, num_tokens: int, fence: PlanId = NO_PLAN) -> None:
-        """Keeps the entries of the first `num_tokens` positions; as for windows, see `way_back`."""
+        """Keeps the entries of the first `num_tokens` positions; as for windows, see `Windows.way_back`."""
         for table in sequence.tables:
             num_behind = table.num_behind
             for block in table.truncate(blocks_for(num_tokens, self.block_size)):
@@ -270,8 +271,6 @@ class KvMemory:
                 sequence.num_behind -= num_behind - table.num_behind
                 sequence.leaves_behind_at = 0
 
-    # --- windows ---------------------------------------------------------------------------------------
-
     def leave_behind(self, sequence: Sequence, num_tokens: int) -> None:
         """Gives back what no window reaches any more, once `num_tokens` positions are computed.
 
@@ -279,32 +278,20 @@ class KvMemory:
         the sequence has computed itself is the first to be overwritten, for a hit must end just there to need it; what
         was found once may be found again.
         """
-        num_whole, size = num_tokens // self.block_size, self.block_size
-        for group, numbers in self._windows.items():
-            num_behind = first_live_block(group, num_whole * size, size)
-            for number in numbers:
-                if num_behind > sequence.tables[number].num_behind:
-                    self._leave_behind(sequence, number, num_behind)
-        # Every further block leaves one behind, once the window does not reach back to the first any more.
-        sequence.leaves_behind_at = min(((max(num_whole, reach) + 1) * size for reach, _ in self._reaches), default=_ENDLESS)
+        for group, num_behind in self.windows.passed(sequence, num_tokens):
+            self._leave_behind(sequence, group, num_behind)
+        sequence.leaves_behind_at = self.windows.passes_next_at(num_tokens)
 
-    def _leave_behind(self, sequence: Sequence, number: int, num_behind: int) -> None:
-        table, first = sequence.tables[number], sequence.tables[number].num_behind
+    def _leave_behind(self, sequence: Sequence, group: int, num_behind: int) -> None:
+        table, first = sequence.tables[group], sequence.tables[group].num_behind
         for index, block in enumerate(table.leave_behind(num_behind), start=first):
             sequence.num_behind += 1
             if block == NONE:
                 sequence.num_absent -= 1
             else:
                 self.give_back(sequence, block, expendable=index >= sequence.num_found_blocks)
-        if sequence.slots[number]:
-            self.on_behind(sequence, number, num_behind)
-
-    def way_back(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many positions the sequence can go back to, at most `num_tokens`: where the windows are gone, none is left."""
-        for group, numbers in self._windows.items():
-            if sequence.tables[numbers[0]].num_behind > first_live_block(group, num_tokens, self.block_size):
-                return 0
-        return num_tokens
+        if sequence.slots[group]:
+            self.on_behind(sequence, group, num_behind)
 
     def forget_behind(self, sequence: Sequence) -> None:
         """What the sequence has left behind is not to be trusted: nobody else is to find it."""
@@ -314,25 +301,16 @@ class KvMemory:
                 if block is not None:
                     self.pool.forget(block)
 
-    def num_dead_blocks(self, sequence: Sequence) -> int:
-        """Blocks it holds on the device that none of its positions to come reads."""
-        num_dead = 0
-        for group, numbers in self._windows.items():
-            first_live = first_live_block(group, sequence.num_computed_tokens, self.block_size)
-            if first_live > sequence.tables[numbers[0]].num_behind:
-                num_dead += sum(block >= 0 for number in numbers for block in sequence.tables[number].live()[: first_live - sequence.tables[number].num_behind])
-        return num_dead
-
-    # --- for invariants --------------------------------------------------------------------------------
+    # --- what can be taken over ------------------------------------------------------------------------
 
     def announced(self) -> dict[bytes, Sequence]:
-        """A copy of what is announced."""
+        """A copy of what is announced, for invariants."""
         return dict(self._computing)
 
-    def _withdraw(self, sequence: Sequence) -> None:
-        """Those behind need not wait for it any more."""
+    def _withdraw(self, sequence: Sequence, first: int = 0, last: int | None = None) -> None:
+        """Those behind need not wait any more for it to compute its blocks from `first` up to `last`, or to the end."""
         if sequence.is_cacheable:
-            for key in sequence.keys:
+            for key in sequence.keys[first:last]:
                 if self._computing.get(key) is sequence:
                     del self._computing[key]
 
@@ -354,4 +332,4 @@ class KvMemory:
 
     def _count_capacity(self) -> int:
         num_blocks = bisect_right(range(_MANY_BLOCKS), self.pool.num_blocks, key=lambda whole: self.blocks_for(whole * self.block_size)) - 1
-        return _ENDLESS if num_blocks == _MANY_BLOCKS - 1 else num_blocks * self.block_size
+        return ENDLESS if num_blocks == _MANY_BLOCKS - 1 else num_blocks * self.block_size

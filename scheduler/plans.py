@@ -45,6 +45,7 @@ class PlanInFlight(msgspec.Struct):
     results: dict[tuple[RowId, int], RowResult] = {}
     seconds: dict[str, float] = {}  #: by part, each of the rank that took longest for it
     step_s: float = 0.0  #: all parts together, of the rank that took longest
+    computing_s: float = 0.0  #: without what it waited for copies
 
     def take(self, answer: StepDone | RowMissing) -> str:
         """Takes the answer of a rank that is left. Returns how it differs from the others', "" if it does not."""
@@ -58,7 +59,9 @@ class PlanInFlight(msgspec.Struct):
                 self.results = {(result.row, result.version): result for result in answer.results}
             for part, seconds in answer.seconds.items():
                 self.seconds[part] = max(seconds, self.seconds.get(part, 0.0))
-            self.step_s = max(self.step_s, sum(answer.seconds.values()))
+            step_s = sum(answer.seconds.values())
+            self.step_s = max(self.step_s, step_s)
+            self.computing_s = max(self.computing_s, step_s - answer.seconds.get("swap_wait", 0.0))
         return ""
 
 

@@ -14,19 +14,19 @@ than half as dear; who has just come back, or has yielded often, comes after all
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from pagemill.ids import NO_PLAN, BlockId
-from pagemill.messages.decisions import Decision, PreemptionReason, VictimKind, VictimPrice
+from pagemill.messages.decisions import Decision, PreemptionReason, VictimKind
 from scheduler.core_config import CoreConfig
 from scheduler.decisions import Decisions
 from scheduler.events import Preempt
 from scheduler.kv_memory import KvMemory
+from scheduler.offers import Asked, Offer
 from scheduler.queues import Queues
 from scheduler.rates import PrefillRate
 from scheduler.sequence import Sequence, Status
-from scheduler.swapping import Swapping, Tail
+from scheduler.swapping import Swapping
 
 #: Steps after coming back in which a sequence yields only if nobody else can.
 _QUANTUM_STEPS = 32
@@ -41,31 +41,6 @@ _MAX_PRICED = 8
 #: Those that come back leave room for so many further tokens of each running sequence, at most this share of the pool.
 _HEADROOM_TOKENS = 32
 _HEADROOM_SHARE = 8
-
-
-@dataclass(slots=True)
-class Offer:
-    """What a sequence could give up for a purpose, and at what price."""
-
-    sequence: Sequence
-    tail: Tail
-    was_running: bool
-    num_without_copy: int
-    num_tokens: int  #: to compute again if it is dropped
-    swap_s: float | None
-    recompute_s: float
-    kind: VictimKind = "keep"
-    yielded: bool = False
-    freed: int = 0
-
-    @property
-    def cheapest_s(self) -> float:
-        return self.recompute_s if self.swap_s is None else min(self.swap_s, self.recompute_s)
-
-    @property
-    def price(self) -> float:
-        """Seconds per freed block."""
-        return self.cheapest_s / max(1, self.tail.num_freed)
 
 
 class Preemption:
@@ -142,13 +117,14 @@ class Preemption:
 
     def force(self, order: Preempt, sequence: Sequence) -> None:
         """Makes a running sequence yield, whoever needs it."""
-        offer, num_slots = self._offer(sequence, order.num_blocks, {}), self._swapping.swap.num_obtainable
+        asked, offer = self._nobody_asked(), self._offer(sequence, order.num_blocks, {})
         self.stop(sequence)
         if offer.tail.entries:
             kind: VictimKind = "swap" if order.kind == "swap" and offer.swap_s is not None else "recompute"
             self._give_up(offer, "keep" if order.kind == "keep" else kind)
         offer.yielded = True
-        self._record(sequence, "forced", order.num_blocks, [offer], num_slots)
+        asked.took(offer)
+        self._record(sequence, "forced", order.num_blocks, asked)
 
     # --- who -------------------------------------------------------------------------------------------
 
@@ -161,8 +137,8 @@ class Preemption:
 
     def _holders(self, needy: Sequence) -> list[Sequence]:
         """Sequences that do not run but still hold blocks which `needy` may take, last in the order first."""
-        idle = [*self._queues.preempted, *self._queues.waiting] if self._memory.pool.num_reclaimable else []
-        holders = [holder for holder in idle if holder.num_device_blocks and holder is not needy and (holder.order > needy.order or needy is self.head)]
+        loose = self._memory.loose_holders() if self._memory.pool.num_reclaimable else []
+        holders = [holder for holder in loose if holder is not needy and (holder.order > needy.order or needy is self.head)]
         return sorted(holders, key=lambda holder: holder.order, reverse=True)
 
     def _can_free(self, num_blocks: int, sequences: list[Sequence], keep: dict[BlockId, None]) -> bool:
@@ -208,49 +184,54 @@ class Preemption:
         holders, victims = self._holders(needy), self._victims(needy)
         if needy is not self.head and not self._can_free(num_blocks - pool.num_obtainable, [*holders, *victims], keep):
             return False
-        num_slots = self._swapping.swap.num_obtainable
-        looked_at: dict[int, Offer] = {}
-        for holder in holders:
-            missing = wanted() - pool.num_obtainable
-            if missing <= 0:
-                break
-            self._ask(self._offer(holder, missing, keep), looked_at)
-        while (missing := wanted() - pool.num_obtainable) > 0 and victims:
-            chosen, offers = self._choose(victims, missing, keep)
-            looked_at |= {offer.sequence.seq_id: offer for offer in offers}
-            victims.remove(chosen.sequence)
-            holders.insert(0, chosen.sequence)
-            self.stop(chosen.sequence)
-            self._ask(self._offer(chosen.sequence, missing, keep, was_running=True), looked_at)
-        while self._reclaim_shared(holders, wanted, keep, looked_at):
-            pass
-        self._record(needy, reason, num_blocks, list(looked_at.values()), num_slots)
+        asked = self._nobody_asked()
+        for offer in self._offers(holders, victims, lambda: wanted() - pool.num_obtainable, keep, asked):
+            self._take(offer)
+            asked.took(offer)
+        self._record(needy, reason, num_blocks, asked)
         return pool.num_obtainable >= wanted()
 
-    def _reclaim_shared(self, holders: list[Sequence], wanted: Callable[[], int], keep: dict[BlockId, None], looked_at: dict[int, Offer]) -> bool:
-        """What several of them share is freed only when the last one gives it up. True if that was of some use, and more is wanted."""
-        num_given = 0
-        for holder in holders:
-            missing = wanted() - self._memory.pool.num_obtainable
-            if missing <= 0:
-                return False
-            offer = self._offer(holder, missing, keep, shared=True)
-            num_given += len(offer.tail.entries)
-            self._ask(offer, looked_at)
-        return num_given > 0
+    def _offers(self, holders: list[Sequence], victims: list[Sequence], missing: Callable[[], int], keep: dict[BlockId, None], asked: Asked) -> Iterator[Offer]:
+        """What to take next, as things stand when the last has been taken, until nothing is missing or nobody can help.
 
-    def _ask(self, offer: Offer, looked_at: dict[int, Offer]) -> None:
-        """Takes what a sequence that does not run offers, the cheaper way."""
-        before = looked_at.get(offer.sequence.seq_id)
+        First from those that do not run, then from running ones, which stop for it, each what it alone holds. What several of
+        all these share is freed only when the last one gives it up, so they are asked for that in turns.
+        """
+        for holder in holders:
+            if (num_blocks := missing()) <= 0:
+                return
+            yield self._offer(holder, num_blocks, keep)
+        while victims and (num_blocks := missing()) > 0:
+            chosen, priced = self._choose(victims, num_blocks, keep)
+            asked.looked_at(priced)
+            victims.remove(chosen.sequence)
+            holders.insert(0, chosen.sequence)
+            yield self._stop_and_offer(chosen.sequence, missing, keep)
+        helps = True
+        while helps:
+            helps = False
+            for holder in holders:
+                if (num_blocks := missing()) <= 0:
+                    return
+                offer = self._offer(holder, num_blocks, keep, shared=True)
+                helps |= bool(offer.tail.entries)
+                yield offer
+
+    def _stop_and_offer(self, victim: Sequence, missing: Callable[[], int], keep: dict[BlockId, None]) -> Offer:
+        """What a running sequence had for the plan being built is free as soon as it stops, and may be all that is missing."""
+        before = self._memory.pool.num_obtainable
+        self.stop(victim)
+        freed = self._memory.pool.num_obtainable - before
+        offer = self._offer(victim, missing(), keep, was_running=True)
+        offer.freed = freed  # told if that is all; else what its KV has freed is
+        return offer
+
+    def _take(self, offer: Offer) -> None:
+        """Carries out what a sequence that does not run offers, the cheaper way."""
         offer.yielded = offer.was_running or bool(offer.tail.entries)
         if offer.tail.entries:
             swaps = offer.swap_s is not None and (self._config.preemption == "swap" or offer.swap_s <= offer.recompute_s)
             self._give_up(offer, "swap" if swaps else "recompute")
-        if before is not None and before.yielded:  # asked twice for one purpose
-            before.freed += offer.freed
-            before.kind = offer.kind if offer.tail.entries else before.kind
-        else:
-            looked_at[offer.sequence.seq_id] = offer
 
     def _give_up(self, offer: Offer, kind: VictimKind) -> None:
         offer.kind = kind
@@ -263,22 +244,24 @@ class Preemption:
         tail = swapping.tail(sequence, num_blocks, keep, shared=shared)
         was_running = was_running or sequence.status is Status.RUNNING
         if not tail.entries:
-            return Offer(sequence, tail, was_running, 0, 0, None, 0.0)
+            return Offer(sequence, tail, was_running)
         num_without_copy = swapping.num_without_copy(sequence, tail)
-        first = self._memory.way_back(sequence, min(sequence.num_computed_tokens, tail.first_index * self._config.block_size))
-        recompute_s = self._prefill.seconds(first, sequence.num_computed_tokens)
+        kept, reached = tail.first_index * self._config.block_size, sequence.num_computed_tokens + sequence.num_planned_tokens
+        # What is in flight is given up with any of it.
+        first = self._memory.windows.way_back(sequence, min(sequence.num_computed_tokens, kept)) if kept < reached else reached
+        recompute_s = self._prefill.seconds(first, reached)
         swap_s: float | None = None
         if len(tail.entries) <= swapping.swap.num_obtainable:
             out, back, size = swapping.transfers.rates["out"], swapping.transfers.rates["in"], self._config.block_bytes
             swap_s = out.seconds(swapping.transfers.backlog_bytes("out") + num_without_copy * size) + back.seconds(len(tail.entries) * size)
-        num_tokens = sequence.num_computed_tokens - first
-        return Offer(sequence, tail, was_running, num_without_copy, num_tokens, swap_s, recompute_s)
+        return Offer(sequence, tail, was_running, num_without_copy, reached - first, swap_s, recompute_s)
 
     def _take_seat(self, needy: Sequence, victim: Sequence) -> None:
-        offer = self._offer(victim, 0, {})
+        asked, offer = self._nobody_asked(), self._offer(victim, 0, {})
         self.stop(victim)
         offer.yielded = True
-        self._record(needy, "seat", 0, [offer], self._swapping.swap.num_obtainable)
+        asked.took(offer)
+        self._record(needy, "seat", 0, asked)
 
     def stop(self, victim: Sequence) -> None:
         """A running sequence yields. It keeps its blocks for now, but weakly."""
@@ -303,10 +286,13 @@ class Preemption:
             headroom = max(headroom, min(growth, memory.pool.num_blocks // _HEADROOM_SHARE))
         return memory.pool.num_obtainable - promised - headroom - self.num_reserved
 
-    def _record(self, needy: Sequence, reason: PreemptionReason, num_blocks: int, offers: list[Offer], num_slots: int) -> None:
-        if not any(offer.yielded for offer in offers):
+    def _nobody_asked(self) -> Asked:
+        return Asked(self._swapping.swap.num_obtainable, self._swapping.transfers.backlog_bytes("out"))
+
+    def _record(self, needy: Sequence, reason: PreemptionReason, num_blocks: int, asked: Asked) -> None:
+        if not asked.anybody_yielded:
             return
-        transfers = self._swapping.transfers
+        rates = self._swapping.transfers.rates
         decision = Decision(
             number=self.decisions.next_number,
             at_s=self.now,
@@ -315,28 +301,12 @@ class Preemption:
             request_id=needy.request_id,
             seq_id=needy.seq_id,
             blocks_wanted=num_blocks,
-            out_bytes_s=transfers.rates["out"].bytes_s,
-            in_bytes_s=transfers.rates["in"].bytes_s,
+            out_bytes_s=rates["out"].bytes_s,
+            in_bytes_s=rates["in"].bytes_s,
             prefill_tok_s=self._prefill.tokens_s,
-            backlog_bytes=transfers.backlog_bytes("out"),
+            backlog_bytes=asked.backlog_bytes,
             block_bytes=self._config.block_bytes,
-            swap_slots_left=num_slots,
-            victims=[_price(offer) for offer in offers],
+            swap_slots_left=asked.num_slots,
+            victims=asked.prices(),
         )
         self.decisions.record(decision)
-
-
-def _price(offer: Offer) -> VictimPrice:
-    return VictimPrice(
-        request_id=offer.sequence.request_id,
-        seq_id=offer.sequence.seq_id,
-        was_running=offer.was_running,
-        blocks=offer.tail.num_freed,
-        blocks_to_copy=offer.num_without_copy,
-        tokens=offer.num_tokens,
-        swap_s=offer.swap_s,
-        recompute_s=offer.recompute_s,
-        yielded=offer.yielded,
-        kind=offer.kind,
-        freed=offer.freed,
-    )

@@ -14,6 +14,9 @@ nothing of rows, messages or workers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import msgspec
 
 from kvstore.block_table import blocks_for
@@ -188,10 +191,11 @@ class StepBuilder:
         ends = sequence.num_output_tokens + num_pending >= sequence.limits.max_tokens or sequence.num_tokens + num_pending >= self._longest
         return not (num_pending and ends)
 
-    def _likely_victims(self) -> list[Sequence]:
+    def _likely_victims(self) -> Iterator[Sequence]:
         """Whose blocks will be wanted next: those that do not run but hold some, then running ones; last in the order first, never the head."""
-        holders = [sequence for sequence in reversed(self._queues.preempted) if sequence.num_device_blocks]
-        return [sequence for sequence in [*holders, *reversed(self._queues.running)] if sequence is not self._preemption.head]
+        for sequence in chain(reversed(self._queues.preempted), reversed(self._queues.running)):
+            if sequence.num_device_blocks and sequence is not self._preemption.head:
+                yield sequence
 
     def _num_positions_obtainable(self, sequence: Sequence) -> int:
         """How far the tables can reach without anybody yielding."""

@@ -104,7 +104,7 @@ class Swapping:
         if sequence.num_computed_tokens + sequence.num_planned_tokens > num_tokens:
             sequence.kv_version += 1
             sequence.num_planned_tokens = sequence.num_pending_tokens = 0
-            num_tokens = sequence.num_computed_tokens = self.memory.way_back(sequence, min(sequence.num_computed_tokens, num_tokens))
+            num_tokens = sequence.num_computed_tokens = self.memory.windows.way_back(sequence, min(sequence.num_computed_tokens, num_tokens))
         # No fence: plans are carried out in order, and the next use of these blocks is in a later one.
         self.memory.shrink(sequence, num_tokens)
         num_kept = len(sequence.tables[0])
@@ -251,8 +251,7 @@ class Swapping:
             return True  # others may be ready
         if (self.transfers.budget("in") <= 0 and not hurry) or memory.pool.num_obtainable == 0:
             return False
-        block = memory.allocate(overwrites=False)
-        memory.pool.weaken(block)
+        block = memory.allocate_arriving(sequence)
         self._mark_present(sequence, index, group, block)
         transfer = self.transfers.order_in(slot, block, sequence, group, index)
         if hurry:

@@ -58,7 +58,9 @@ class Transfers:
         self._block_bytes, self._all_ranks = config.block_bytes, all_ranks(config.num_workers)
         self._ordered: list[TransferInFlight] = []  #: for the plan being built
         self._in_flight: dict[int, TransferInFlight] = {}  #: oldest first, ordered ones included
+        self._num_in_flight: dict[Direction, int] = {"out": 0, "in": 0}
         self._num_background: dict[Direction, int] = {"out": 0, "in": 0}
+        self._num_awaited: dict[Direction, int] = {"out": 0, "in": 0}
         self._next_id = 1
         self.num_early_copies = 0
         self.nothing_runs = False  #: no sequence runs, so no forward could be disturbed
@@ -96,15 +98,17 @@ class Transfers:
         if transfer.needed_by == NO_PLAN:
             transfer.needed_by = plan_id
             self._num_background[transfer.direction] -= 1
+            self._num_awaited[transfer.direction] += 1
 
     def num_awaited(self, direction: Direction) -> int:
         """Copies that the forward of the plan being built waits for."""
-        return sum(transfer.direction == direction and transfer.needed_by != NO_PLAN for transfer in self._ordered)
+        return self._num_awaited[direction]
 
     def take(self) -> tuple[Transfer, ...]:
         """What the plan being built carries, in order."""
         ordered = tuple(_message(transfer) for transfer in self._ordered)
         self._ordered.clear()
+        self._num_awaited = {"out": 0, "in": 0}
         return ordered
 
     def budget(self, direction: Direction) -> int:
@@ -115,8 +119,8 @@ class Transfers:
         return max(1, int(num_bytes / self._block_bytes)) - self._num_background[direction]
 
     def backlog_bytes(self, direction: Direction) -> int:
-        """What the link still has to move."""
-        return self._block_bytes * sum(transfer.direction == direction for transfer in self._in_flight.values())
+        """What the link still has to move. Every price asks, so it is counted as it changes."""
+        return self._block_bytes * self._num_in_flight[direction]
 
     # --- being done ------------------------------------------------------------------------------------
 
@@ -154,16 +158,17 @@ class Transfers:
 
     def _close(self, transfer: TransferInFlight) -> None:
         del self._in_flight[transfer.transfer_id]
+        self._num_in_flight[transfer.direction] -= 1
         if transfer.needed_by == NO_PLAN:
             self._num_background[transfer.direction] -= 1
-        if not transfer.ok:
-            self._swap.forget(transfer.slot)  # not written, or not to be read: it is KV no more, and nobody is to find it again
         if transfer.direction == "out":
             if not transfer.ok and transfer.holds_block:
                 self._pool.copied_in_vain(transfer.block)
-            self._swap.filled(transfer.slot)
+            self._swap.filled(transfer.slot, ok=transfer.ok)
             self._pool.departed(transfer.block, transfer.transfer_id)
         else:
+            if not transfer.ok:
+                self._swap.distrust(transfer.slot)
             self._swap.release(transfer.slot)
         if transfer.holds_block:
             self._pool.release(transfer.block, oldest=transfer.direction == "out")
@@ -173,6 +178,7 @@ class Transfers:
         self._next_id += 1
         self._ordered.append(transfer)
         self._in_flight[transfer.transfer_id] = transfer
+        self._num_in_flight[direction] += 1
         self._num_background[direction] += 1
         if holds_block:
             self._pool.reference(block)

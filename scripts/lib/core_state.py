@@ -94,6 +94,7 @@ def _parts(core: SchedulerCore, outlook: Outlook) -> Iterator[Any]:
     yield [[memory.pool.num_strong_to_free(block), memory.pool.was_copied_in_vain(block)] for block in blocks.of]  # type: ignore[arg-type]
     yield list(_pool(swapping.swap, slots, next_plan, outlook, num_taken_first=_num_unwanted_first(swapping.swap, outlook)))
     yield [[slots(slot), transfers(number)] for slot, number in swapping.swap.filling().items()]
+    yield [swapping.swap.num_last_resort, [swapping.swap.is_distrusted(slot) for slot in slots.of]]  # type: ignore[arg-type]
 
 
 def _sequence(sequence: Sequence, blocks: _Names, slots: _Names, transfers: _Names, next_plan: int, has_windows: bool) -> list[Any]:

@@ -32,7 +32,7 @@ from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.events import Event, Turn
 from scheduler.invariants import InvariantError, check
-from scheduler.preemption import Offer
+from scheduler.offers import Offer
 from scheduler.sequence import Sequence
 from scripts.lib.core_snapshot import Snapshot
 from scripts.lib.core_state import Outlook, state_key
@@ -122,17 +122,17 @@ class _Prices:
         self.answers: tuple[int, ...] = ()
         self.num_asked = 0
         self._chosen = chosen
-        self._ask = core.preemption._ask
-        core.preemption._ask = self._ask_victim  # type: ignore[method-assign]
+        self._take = core.preemption._take
+        core.preemption._take = self._take_from  # type: ignore[method-assign]
         core.swapping._pays = self._pays  # type: ignore[method-assign]
 
     def begin(self, answers: tuple[int, ...]) -> None:
         self.answers, self.num_asked = answers, 0
 
-    def _ask_victim(self, offer: Offer, looked_at: dict[int, Offer]) -> None:
+    def _take_from(self, offer: Offer) -> None:
         if offer.tail.entries and offer.swap_s is not None:
             offer.swap_s, offer.recompute_s = (0.0, 1.0) if self._answer("swap", "recompute") else (1.0, 0.0)
-        self._ask(offer, looked_at)
+        self._take(offer)
 
     def _pays(self, num_blocks: int, start: int, num_tokens: int) -> bool:
         return self._answer("fetch a prefix", "compute a prefix")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagemill.ids import NONE
 from pagemill.messages.decisions import VictimKind
 from pagemill.messages.sequences import SamplingParams, SequenceKey
-from pagemill.messages.worker import Transfer
+from pagemill.messages.worker import Plan, Transfer
 from scheduler.events import Preempt
 from scheduler.sequence import Sequence
 from tests.helpers.core_driver import CoreDriver
@@ -103,3 +103,13 @@ def start(driver: CoreDriver, tokens: list[int], max_tokens: int = 20, steps: in
     for _ in range(steps):
         driver.step()
     return key
+
+
+def come_back_at_once(driver: CoreDriver) -> tuple[SequenceKey, Plan]:
+    """A preempted sequence whose copies take little of a step, and the plan that brings it back."""
+    key = start(driver, prompt(14))
+    preempt(driver, key)
+    carry_out_all(driver)
+    let_back(driver)
+    driver.turn()
+    return key, driver.plans[-1]

@@ -68,6 +68,7 @@ def test_that_nobody_could_yield_is_said() -> None:
         ({"kind": "recompute", "swap_s": None, "blocks": 41}, "Dropped 4 blocks to recompute: too few swap slots were left."),
         ({"kind": "recompute", "swap_s": 0.1, "recompute_s": 0.5}, "Dropped 4 blocks to recompute: though to swap was cheaper."),
         ({"kind": "keep", "freed": 0}, "Kept its blocks."),
+        ({"kind": "keep", "freed": 2}, "Gave back 2 blocks that it had not used yet and kept the rest."),
     ],
 )
 def test_the_way_taken_is_justified_by_its_price(changes: dict[str, Any], words: str) -> None:

@@ -151,6 +151,24 @@ def test_an_idle_engine_comes_to_rest(num_slots: int) -> None:
     assert_nothing_held(driver)
 
 
+@pytest.mark.parametrize("num_distrusted", [2, 3, 4])
+def test_an_idle_engine_comes_to_rest_where_hardly_any_slot_is_trusted(num_distrusted: int) -> None:
+    """What is copied into the others must not push out what has just been copied there."""
+    driver = manual_driver(num_blocks=6, num_swap_slots=4)
+    swap = driver.core.swapping.swap
+    for slot in [swap.allocate() for _ in range(num_distrusted)]:
+        swap.distrust(slot)
+        swap.release(slot)
+    driver.auto_transfers = True
+    for stem in range(4):
+        start(driver, prompt(9, stem), max_tokens=4)
+        driver.run(limit=100)
+    for _ in range(10):
+        driver.turn()
+        assert not driver.in_flight
+    assert_nothing_held(driver)
+
+
 def test_an_idle_engine_whose_early_copies_fail_tries_each_once_and_comes_to_rest() -> None:
     driver = manual_driver(num_blocks=6, num_swap_slots=64)
     driver.auto_transfers = True

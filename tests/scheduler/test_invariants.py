@@ -60,6 +60,7 @@ BREAKAGES: dict[str, tuple[Callable[[SchedulerCore], object], str]] = {
     "another prefix": (lambda core: running(core).keys.__setitem__(0, b"other"), "holds another prefix"),
     "cached without a key": (lambda core: core.memory.pool.index.remove(core.memory.pool.allocate()), "there are 0"),
     "key lost": (lambda core: core.memory.pool.index.remove(next(iter(core.memory.pool.index.entries().values()))), "without a key"),
+    "waits in vain": (lambda core: core.memory._computing.update({running(core).keys[0]: running(core)}), "others wait for what .* has"),
     "waits for nobody": (lambda core: core.memory.announce(core.queues.waiting[0]), "others wait for its blocks"),
     "plan forgotten": (lambda core: core.plans.clear(), r"plans in flight say \[0, 0\]"),
     "two plans": (lambda core: core.plans.append(core.plans[0]), r"plans in flight say \[2, 2\]"),
@@ -118,6 +119,8 @@ SWAP_BREAKAGES: dict[str, tuple[Callable[[SchedulerCore], object], str]] = {
     "a transfer forgotten": (_forget_a_transfer, "references, there are"),
     "an arrival of no transfer": (lambda core: _returning(core).arriving.update({(0, 0): 999}), "slots are held for|nobody carries out"),
     "the background": (lambda core: core.swapping.transfers._num_background.update({"in": 9}), "counted wrongly"),
+    "the backlog": (lambda core: core.swapping.transfers._num_in_flight.update({"out": 9}), "queued on the link is counted wrongly"),
+    "who holds": (lambda core: core.memory._loose.clear(), "not those that hold blocks"),
     "runs weakly": (lambda core: core.queues.move(_returning(core), Status.RUNNING), "runs without all its KV"),
     "reclaimable": (lambda core: setattr(core.memory.pool, "_num_reclaimable", 99), "99 blocks are said to be reclaimable"),
 }

@@ -45,7 +45,7 @@ def _blocks_of_the_aborted_stay(core: SchedulerCore) -> None:
 
 
 def _windows_do_not_matter_on_the_way_back(core: SchedulerCore) -> None:
-    core.memory.way_back = lambda sequence, num_tokens: num_tokens  # type: ignore[method-assign]
+    core.memory.windows.way_back = lambda sequence, num_tokens: num_tokens  # type: ignore[method-assign]
 
 
 def _nothing_is_left_behind(core: SchedulerCore) -> None:
@@ -53,7 +53,7 @@ def _nothing_is_left_behind(core: SchedulerCore) -> None:
 
 
 def _what_cannot_be_read_keeps_its_name(core: SchedulerCore) -> None:
-    core.swapping.swap.forget = lambda number: None  # type: ignore[method-assign]
+    core.swapping.swap.distrust = lambda slot: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

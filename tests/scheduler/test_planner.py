@@ -10,7 +10,7 @@ import pytest
 from pagemill.ids import NO_PLAN
 from pagemill.messages.decisions import Decision
 from pagemill.messages.sequences import SamplingParams, SequenceKey
-from scheduler import preemption
+from scheduler.offers import Offer
 from scheduler.sequence import Sequence, Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
@@ -79,6 +79,23 @@ def test_what_is_queued_on_the_link_makes_swapping_dearer() -> None:
     finish_all(driver)
 
 
+def test_what_is_being_computed_is_part_of_what_dropping_it_costs_and_what_is_not_even_ordered_costs_nothing() -> None:
+    driver = CoreDriver(None, block_size=4, max_plans_in_flight=2, max_num_batched_tokens=8, prefix_caching=False, prefill_tok_s=100.0)
+    key = driver.add(prompt(40), max_tokens=1)
+    driver.turn()
+    sequence, planner = driver.core.sequences[key], driver.core.preemption
+    assert (sequence.num_computed_tokens, sequence.num_planned_tokens) == (0, 16)
+    offer = planner._offer(sequence, 1, {})
+    assert offer.num_tokens == 16
+    assert offer.recompute_s == pytest.approx(0.16)
+    driver.answer()
+    assert planner._offer(sequence, 1, {}).num_tokens == 8
+    assert driver.core.memory.extend(sequence, 24)
+    assert planner._offer(sequence, 1, {}).recompute_s == 0.0
+    driver.core.memory.shrink(sequence, 16)
+    driver.run()
+
+
 def test_a_clean_copy_makes_swapping_cheaper() -> None:
     driver = manual_driver(num_blocks=9, num_swap_slots=32, max_num_seqs=2)
     driver.auto_transfers = True
@@ -107,6 +124,44 @@ def test_a_decision_says_for_whom_what_it_cost_and_what_became_of_it() -> None:
     assert victim.recompute_s == pytest.approx(victim.tokens / decision.prefill_tok_s)
     assert (decision.block_bytes, decision.swap_slots_left) == (1 << 20, 16)
     assert [one.number for one in decisions(driver)] == list(range(1, len(decisions(driver)) + 1))
+
+
+def test_the_backlog_that_is_told_is_the_one_that_the_price_comes_from() -> None:
+    driver = manual_driver(num_blocks=40, num_swap_slots=40, max_num_seqs=2, prefix_caching=False)
+    for key in (start(driver, prompt(33)), start(driver, prompt(9, stem=1))):
+        preempt(driver, key)
+        driver.answer()
+    told = decisions(driver)
+    assert [decision.backlog_bytes for decision in told] == [0, 9 << 20], "not what was ordered because of the decision itself"
+    for decision in told:
+        (victim,) = decision.victims
+        out_bytes = decision.backlog_bytes + victim.blocks_to_copy * decision.block_bytes
+        back_bytes = victim.blocks * decision.block_bytes
+        assert victim.swap_s == pytest.approx(out_bytes / decision.out_bytes_s + back_bytes / decision.in_bytes_s)
+    carry_out_all(driver)
+    finish_all(driver)
+
+
+@pytest.mark.parametrize("num_plans", [1, 2])
+def test_what_a_victim_was_given_for_the_plan_being_built_is_taken_before_any_of_its_kv(num_plans: int) -> None:
+    """It has just been given the last free block, and the head comes to need one."""
+    driver = CoreDriver(
+        num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=5, max_plans_in_flight=num_plans, prefix_caching=False, num_swap_slots=8
+    )
+    behind = driver.add(prompt(4 - num_plans), max_tokens=7, arrival=9.0)
+    driver.step()
+    head = driver.add(prompt(9, 1), max_tokens=2, arrival=1.0)
+    sequence = driver.core.sequences[behind]
+    while sequence.status is Status.RUNNING:
+        driver.step()
+    (decision,) = decisions(driver)
+    (victim,) = [victim for victim in decision.victims if victim.yielded]
+    assert (victim.seq_id, victim.freed, victim.kind) == (sequence.seq_id, 1, "keep")
+    assert (sequence.num_device_blocks, sequence.num_computed_tokens + sequence.num_planned_tokens) == (1, 4)
+    driver.run()
+    assert driver.outputs[head] == expected(prompt(9, 1), 2)
+    assert driver.outputs[behind] == expected(prompt(4 - num_plans), 7)
+    assert driver.core.counters.tokens_recomputed == 0
 
 
 def test_preemptions_are_counted_once_by_kind_and_reason() -> None:
@@ -253,7 +308,7 @@ def test_the_last_in_the_order_yields_unless_another_is_less_than_half_as_dear()
     real = planner._offer
 
     def price_of_last(factor: float) -> str:
-        def offer(sequence: Sequence, *arguments: object, **options: object) -> preemption.Offer:
+        def offer(sequence: Sequence, *arguments: object, **options: object) -> Offer:
             made = real(sequence, *arguments, **options)  # type: ignore[arg-type]
             if sequence.request_id == "r3":
                 made.recompute_s *= factor

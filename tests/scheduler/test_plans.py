@@ -224,6 +224,20 @@ def test_each_part_of_a_step_takes_as_long_as_on_its_slowest_rank_and_the_step_a
     assert snapshot.step_seconds["forward"] == 0.4
 
 
+def test_what_a_forward_waited_for_copies_is_no_part_of_what_computing_costs() -> None:
+    rates: list[tuple[float, float]] = []
+    for waited in ((0.0, 0.0), (9.0, 0.0), (0.0, 9.0)):
+        driver = CoreDriver(num_workers=2, prefill_tok_s=100.0)
+        driver.add(prompt(64), max_tokens=1)
+        driver.turn()
+        for rank, seconds in enumerate(waited):
+            parts = {"swap_wait": seconds, "forward": 0.1}
+            driver.answer_of(rank, lambda answer, parts=parts: msgspec.structs.replace(answer, seconds=parts))  # type: ignore[misc]
+        rates.append((driver.core.prefill.per_token_s, driver.core.prefill.per_pair_s))
+    assert rates[0][0] < 0.01
+    assert rates == [rates[0]] * 3
+
+
 def test_an_answer_to_a_plan_that_does_not_exist_is_dropped() -> None:
     driver = planned()
     assert dropped(driver, StepDone(1, 0, PlanId(99), (RowResult(RowId(0), 1, "accepted", (1,), (), ""),), {})) == 1

@@ -22,6 +22,31 @@ def check_tokens(driver: CoreDriver, keys: list[SequenceKey], prompts: list[list
         assert driver.outputs[key] == expected_tokens(tokens, SamplingParams(), 0, 8192, max_tokens, VOCAB)
 
 
+def test_nobody_waits_for_one_ahead_to_compute_what_it_has_taken_over_from_another() -> None:
+    """One announces its prompt and is overtaken; it takes over what the urgent one has computed, which then turns out not to be trusted."""
+    driver = CoreDriver(block_size=4, max_num_batched_tokens=5, scheduling_policy="priority")
+    ticking = driver.add([1], max_tokens=60, priority=3)  # takes a token of each step, and leaves a block's worth
+    driver.step()
+    first = driver.add(STEM[:16], max_tokens=60, priority=1)
+    driver.step()
+    urgent = driver.add(STEM[:16], max_tokens=60, priority=0)
+    while not driver.core.sequences[first].num_cached_tokens:
+        driver.step()
+    row = driver.core.sequences[urgent].row
+    driver.worker.fail = lambda number, version: number == row
+    driver.step()
+    driver.worker.fail = lambda number, version: False
+    assert driver.finished[urgent].finish_reason == "error"
+    driver.abort(ticking)
+    last = driver.add(STEM[:16], max_tokens=2, priority=2)
+    for _ in range(12):
+        driver.step()
+    assert first not in driver.finished
+    check_tokens(driver, [last], [STEM[:16]], 2)
+    driver.run()
+    check_tokens(driver, [first], [STEM[:16]], 60)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_common_prefix_is_computed_once_one_after_another_or_all_in_the_same_instant(at_once: bool) -> None:
     driver = CoreDriver(num_blocks=512, max_num_batched_tokens=256)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.ids import NONE, SwapSlotId
-from pagemill.messages.sequences import SequenceKey
-from pagemill.messages.worker import Plan, Transfer
+from pagemill.ids import NONE
 from scheduler.events import Preempt
 from scheduler.sequence import Status
-from tests.helpers.core_driver import CoreDriver
 from tests.helpers.swapping import (
     SLOW_LINK,
     assert_nothing_held,
     carry_out_all,
+    come_back_at_once,
     expected,
     finish_all,
     let_back,
@@ -178,49 +176,7 @@ def test_of_what_two_share_no_more_is_given_up_than_is_wanted() -> None:
     assert_nothing_held(driver)
 
 
-# --- copies that fail ------------------------------------------------------------------------------------
-
-
-def test_a_copy_out_that_fails_means_computing_again_from_there_and_nothing_leaks() -> None:
-    driver = manual_driver()
-    key = start(driver, prompt(14))
-    preempt(driver, key)
-    third = next(transfer for transfer in driver.worker.transfers if transfer.to_id == sequence_of(driver, key).slots[0][2])
-    driver.worker.carry_out(third, 1, ok=False)
-    driver.tell_transfers()
-    assert sequence_of(driver, key).num_computed_tokens == 8
-    assert places(driver, key) == "aa"
-    finish_all(driver)
-    assert driver.outputs[key] == expected(prompt(14), 20)
-    assert_nothing_held(driver)
-
-
-def test_a_copy_in_that_fails_means_computing_again_from_there_and_nothing_leaks() -> None:
-    driver = manual_driver(prefix_caching=False, swap_in_bytes_s=SLOW_LINK)
-    key = start(driver, prompt(14))
-    preempt(driver, key)
-    carry_out_all(driver)
-    let_back(driver)
-    driver.turn()
-    assert places(driver, key) == ">>>>"
-    sequence = sequence_of(driver, key)
-    second = next(transfer for transfer in driver.worker.transfers if transfer.to_id == sequence.tables[0][1])
-    driver.worker.carry_out(second, 1, ok=False)
-    driver.tell_transfers()
-    assert (sequence.num_computed_tokens, places(driver, key)) == (4, ">")
-    finish_all(driver)
-    assert driver.outputs[key] == expected(prompt(14), 20)
-    assert_nothing_held(driver)
-
-
-def come_back_at_once(driver: CoreDriver) -> tuple[SequenceKey, Plan]:
-    """A preempted sequence whose copies take little of a step, and the plan that brings it back."""
-    key = start(driver, prompt(14))
-    preempt(driver, key)
-    carry_out_all(driver)
-    let_back(driver)
-    driver.turn()
-    return key, driver.plans[-1]
+# --- how it comes back -----------------------------------------------------------------------------------
 
 
 def test_what_takes_little_of_a_step_comes_back_in_the_plan_whose_forward_waits_for_it() -> None:
@@ -285,96 +241,6 @@ def test_a_forward_waits_for_copies_that_are_short_beside_a_chunk_of_somebody_el
     assert (sequence.status is Status.RUNNING) == waits
     finish_all(driver)
     assert [driver.outputs[key], driver.outputs[other]] == [expected(prompt(8), 20), expected(prompt(40, 3), 2)]
-
-
-def test_a_copy_that_a_forward_waited_for_and_that_failed_voids_what_was_computed_on_it() -> None:
-    driver = manual_driver(prefix_caching=False)
-    driver.worker.fail_copy = lambda transfer: transfer.to_tier == "device"
-    key, _ = come_back_at_once(driver)
-    num_known = len(driver.outputs[key])
-    driver.answer()
-    assert len(driver.outputs[key]) == num_known
-    assert sequence_of(driver, key).num_computed_tokens == 0
-    driver.worker.fail_copy = lambda transfer: False
-    finish_all(driver)
-    assert driver.outputs[key] == expected(prompt(14), 20)
-    assert driver.core.swapping.swap.num_used == 0
-
-
-def cannot_be_read(transfer: Transfer) -> bool:
-    return transfer.from_tier == "arena"
-
-
-def slots_outlived(driver: CoreDriver) -> set[SwapSlotId]:
-    """Those in which the next scheduler would find KV."""
-    adopt = driver.adoptable()
-    assert adopt is not None
-    return {slot for slot, _ in adopt.swap_slots}
-
-
-def num_copies_in(driver: CoreDriver) -> int:
-    return sum(cannot_be_read(transfer) for plan in driver.plans for transfer in plan.transfers)
-
-
-@pytest.mark.parametrize("swap_in_bytes_s", [4e9, SLOW_LINK])
-@pytest.mark.parametrize("num_plans", [1, 2])
-def test_what_can_never_be_read_is_tried_once_and_computed_again(swap_in_bytes_s: float, num_plans: int) -> None:
-    driver = manual_driver(prefix_caching=False, swap_in_bytes_s=swap_in_bytes_s, max_plans_in_flight=num_plans)
-    driver.worker.cannot_copy = cannot_be_read
-    key = start(driver, prompt(14))
-    preempt(driver, key)
-    carry_out_all(driver)
-    finish_all(driver)
-    assert driver.outputs[key] == expected(prompt(14), 20)
-    assert num_copies_in(driver) <= 4
-    assert_nothing_held(driver)
-    assert driver.core.swapping.swap.num_cached == 0, "nobody is to find what cannot be read"
-
-
-def test_a_prefix_that_cannot_be_read_is_forgotten_by_whoever_may_ask_for_it_and_holds_nobody_up() -> None:
-    driver = manual_driver(num_blocks=12, num_swap_slots=32, max_num_seqs=2)
-    driver.auto_transfers = True
-    for stem in (0, 5):  # the second one's blocks take the place of the first one's
-        start(driver, prompt(40, stem), max_tokens=2)
-        driver.run()
-    saved = slots_outlived(driver)
-    driver.worker.cannot_copy = cannot_be_read
-    asking, behind = (driver.add([*prompt(40)[:length], 1, 2], max_tokens=3) for length in (24, 4))
-    driver.turn()
-    tried = {transfer.from_id for transfer in driver.plans[-1].transfers if cannot_be_read(transfer)}
-    assert tried
-    assert tried <= saved
-    driver.tell_transfers()
-    assert not slots_outlived(driver) & tried, "not even by the next scheduler"
-    driver.run(limit=50)
-    assert driver.outputs[asking] == expected([*prompt(24), 1, 2], 3)
-    assert driver.outputs[behind] == expected([*prompt(4), 1, 2], 3)
-    assert_nothing_held(driver)
-
-
-def test_of_two_that_wait_for_one_slot_that_cannot_be_read_both_compute_again_and_the_slot_is_free() -> None:
-    driver = manual_driver(max_num_seqs=3, swap_in_bytes_s=SLOW_LINK)
-    keys = [driver.add([*prompt(8), *prompt(3, stem)], max_tokens=9, priority=1) for stem in (3, 4)]
-    for _ in range(2):
-        driver.step()
-    driver.add(prompt(78, stem=7), max_tokens=1, priority=0)
-    driver.step()
-    carry_out_all(driver)
-    sequences = [sequence_of(driver, key) for key in keys]
-    slot = sequences[0].slots[0][0]
-    assert sequences[1].slots[0][0] == slot
-    while not driver.worker.transfers:
-        driver.step()
-    copy = next(transfer for transfer in driver.worker.transfers if transfer.from_id == slot)
-    driver.worker.carry_out(copy, 1, ok=False)
-    driver.tell_transfers()
-    assert [(sequence.num_computed_tokens, sequence.slots[0]) for sequence in sequences] == [(0, {}), (0, {})]
-    others = [transfer for transfer in driver.core.swapping.transfers.in_flight() if transfer.slot == slot]
-    assert driver.core.swapping.swap.count(slot) == len(others)
-    finish_all(driver)
-    for key, stem in zip(keys, (3, 4), strict=True):
-        assert driver.outputs[key] == expected([*prompt(8), *prompt(3, stem)], 9, 80)
-    assert_nothing_held(driver)
 
 
 # --- the end in the middle -------------------------------------------------------------------------------

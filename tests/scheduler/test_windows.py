@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.ids import BEHIND, unpack_ids
+from pagemill.ids import BEHIND, BlockId, unpack_ids
 from pagemill.messages.sequences import KvGroup, SamplingParams, SequenceKey
 from pagemill.messages.worker import InstallRow, TransferDone
 from scheduler.events import Preempt
 from scheduler.sequence import Sequence
+from scheduler.windows import Windows
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
 
@@ -42,6 +43,24 @@ def check_all(driver: CoreDriver, asked: dict[SequenceKey, tuple[list[int], int]
 def shape(sequence: Sequence) -> list[str]:
     """Each table in letters: behind the window, in the arena, on the device."""
     return ["".join("b" if block == BEHIND else "a" if block < 0 else "d" for block in table.ids) for table in sequence.tables]
+
+
+@pytest.mark.parametrize("windows", [(0,), (1,), (6,), (0, 6, 9, 6), (4, 1)])
+def test_entries_pass_a_window_exactly_when_it_was_said_that_the_next_ones_would(windows: tuple[int, ...]) -> None:
+    groups = tuple(map(KvGroup, windows))
+    driver, arithmetic = driver_of(groups), Windows(groups, 4)
+    sequence = driver.core.sequences[driver.add(prompt(80))]
+    for table in sequence.tables:
+        table.extend(map(BlockId, range(20)))
+    next_at = arithmetic.passes_next_at(0)
+    for num_computed in range(1, 81):
+        passed = list(arithmetic.passed(sequence, num_computed))
+        assert bool(passed) == (num_computed == next_at)
+        for group, num_behind in passed:
+            sequence.tables[group].leave_behind(num_behind)
+        if passed:
+            next_at = arithmetic.passes_next_at(num_computed)
+    assert [arithmetic.way_back(sequence, num_tokens) for num_tokens in (0, 80)] == [0, 80]
 
 
 # --- what is given up ------------------------------------------------------------------------------------
