@@ -18,6 +18,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from tests.helpers.server import Server, running_server
 from tests.helpers.tiny_model import tiny_model_path
 
 # Tests that run in the background or under nohup ignore these, and so would every process they start: a handler is not inherited.
@@ -45,6 +46,13 @@ def _log_as_before() -> Iterator[None]:
 def tiny_model() -> Path:
     """The usual tiny Llama checkpoint in Hugging Face layout."""
     return tiny_model_path()
+
+
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[Server]:
+    """A real server with the usual tiny model, for tests that need nothing special of it and leave it idle."""
+    with running_server("--num-blocks", "64") as server:
+        yield server
 
 
 def has_gpu() -> bool:

@@ -67,7 +67,7 @@ class Scale:
     num_blocks: int = 128  #: of the loaded pool, for each KV group: no cell needs more
     num_swap_slots: int = 128  #: of the arena, for each KV group
     stem_tokens: int = 64  #: prompts begin with part of a stem
-    output_tokens: tuple[int, ...] = (1, 4, 8, 8, 10, 32)
+    output_tokens: tuple[int, ...] = (1, 3, 8, 8, 17, 17)  #: some are longer than a block
     num_requests: int = 24  #: of a catalogue
     cells_per_catalogue: int = 100
     max_requests: int = 5  #: of a cell; some have several choices

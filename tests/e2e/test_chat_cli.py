@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fake_openai import FakeOpenAI, fake_openai
-from tests.helpers.server import ROOT, running_server, wait_for
+from tests.helpers.server import ROOT, Server, wait_for
 
 #: Before a key is pressed again.
 PATIENCE_S = 5.0
@@ -250,10 +250,9 @@ def test_control_sequences_of_a_reply_never_reach_the_terminal(fake: FakeOpenAI,
     terminal.see("a\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}31mc\N{REPLACEMENT CHARACTER}")
 
 
-def test_a_real_server_answers_in_the_pipe(tmp_path: Path) -> None:
-    with running_server() as server:
-        flags = ("--temperature", "0", "--max-tokens", "12", "--stats")
-        first = pipe(server.url, tmp_path, *flags)
-        assert (first.returncode, pipe(server.url, tmp_path, *flags).stdout) == (0, first.stdout)
+def test_a_real_server_answers_in_the_pipe(plain_server: Server, tmp_path: Path) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "12", "--stats")
+    first = pipe(plain_server.url, tmp_path, *flags)
+    assert (first.returncode, pipe(plain_server.url, tmp_path, *flags).stdout) == (0, first.stdout)
     assert first.stdout.strip()
     assert "12 tokens" in first.stderr

@@ -52,7 +52,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run_folder: Path, key_file: Path) -> Iterator[Server]:
-    """One with keys and a directory of its own, for what can be seen without ending it."""
+    """One with keys and a directory of its own, for what can be seen without ending it; then it is ended."""
     key_file.write_text(KEY + "\n")
     environment = {"TMPDIR": str(run_folder), "PAGEMILL_API_KEY": KEY + "-too"}
     with running_server("--api-key-file", str(key_file), "--served-model-name", "tiny", "tiny-too", env=environment) as started:
@@ -201,54 +201,47 @@ def test_sigterm_while_loading_ends_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Server, Server]]:
-    """Two at once. The second test of them ends the first, and the third the second."""
-    with running_server(wait=False) as first, running_server(wait=False) as second:
-        first.wait_until_ready()
-        second.wait_until_ready()
-        yield first, second
+def other() -> Iterator[Server]:
+    """One beside the first."""
+    with running_server() as started:
+        yield started
 
 
-def test_two_servers_run_at_once_and_a_taken_port_is_refused(pair: tuple[Server, Server]) -> None:
-    first, second = pair
-    assert first.port != second.port
-    assert [get(f"{one.url}/readyz")[0] for one in (first, second)] == [200, 200]
-    refused = serve(str(tiny_model_path()), "--port", str(first.port))
+def test_two_servers_run_at_once_and_a_taken_port_is_refused(server: Server, other: Server) -> None:
+    assert server.port != other.port
+    assert [get(f"{one.url}/readyz")[0] for one in (server, other)] == [200, 200]
+    refused = serve(str(tiny_model_path()), "--port", str(server.port))
     assert refused.returncode == 2
-    says = rf"pagemill: port {first.port} on 127\.0\.0\.1 is in use by process {first.pid} \(.*\); choose another with --port\n"
+    says = rf"pagemill: port {server.port} on 127\.0\.0\.1 is in use by process {server.pid} \(.*\); choose another with --port\n"
     assert re.fullmatch(says, refused.stderr)
 
 
-def test_ctrl_c_ends_it_and_no_other(pair: tuple[Server, Server]) -> None:
-    first, second = pair
-    first.children()
+def test_ctrl_c_ends_it_and_no_other(server: Server, other: Server) -> None:
+    """Ends the server of the tests before."""
+    server.children()
     began = time.monotonic()
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait() == 0
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait() == 0
     assert time.monotonic() - began < 20
-    assert first.leftovers() == []
-    assert get(f"{second.url}/readyz")[0] == 200
+    assert server.leftovers() == []
+    assert get(f"{other.url}/readyz")[0] == 200
 
 
-def test_nothing_survives_sigkill_of_the_launcher(pair: tuple[Server, Server]) -> None:
-    _, second = pair
-    assert len(second.children()) == 3
-    second.process.kill()
-    second.wait()
-    wait_for(lambda: not second.leftovers(), 5, lambda: f"still there: {second.leftovers()}")
+def test_nothing_survives_sigkill_of_the_launcher(other: Server) -> None:
+    """Ends the other one."""
+    assert len(other.children()) == 3
+    other.process.kill()
+    other.wait()
+    wait_for(lambda: not other.leftovers(), 5, lambda: f"still there: {other.leftovers()}")
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [
-        (["--max-model-len", "1"], "--max-model-len accepts auto or at least 2"),
+    [  # one for each place that looks at options: tests/pagemill has them all
         (["--max-model-len", "1000000"], "--max-model-len 1000000 is more than the"),
-        (["--num-blocks", "0x1"], "--num-blocks accepts auto or a number"),
         (["--port", "70000"], "--port accepts a number, from 0 to 65535"),
-        (["--block-size", "24"], "--block-size accepts auto or a power of two"),
         (["--scheduling-policy", "lifo"], "--scheduling-policy accepts one of fcfs, priority, static"),
         (["--swap-memory", "100TB"], "--swap-memory asks for 93132.3 GiB, but"),
-        (["--preemption", "swap", "--swap-memory", "0"], "--preemption swap has nowhere to swap to with --swap-memory 0"),
         (["--host", "0.0.0.0"], "would let others in without a key"),
         (["--tensor-parallel-size", "3"], "8 attention heads, 4 KV heads and an intermediate size of 160 cannot be divided among 3 ranks"),
     ],

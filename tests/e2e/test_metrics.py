@@ -6,20 +6,18 @@ import http.client
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.helpers.server import Server, running_server, wait_for
+from tests.helpers.server import Server, wait_for
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server("--num-blocks", "64") as server:
-        yield server
+@pytest.fixture
+def server(plain_server: Server) -> Server:
+    return plain_server
 
 
 def call(server: Server, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[http.client.HTTPResponse, bytes]:

@@ -28,7 +28,7 @@ from tests.helpers.tiny_model import tiny_checkpoint
 
 CLIENTS = 8
 #: In blocks of 16 tokens: what two of the requests below would like to hold.
-NUM_BLOCKS = 12
+NUM_BLOCKS = 9
 #: Fewer blocks than one of them has.
 SWAP_MEMORY = "192KiB"
 #: Each time all clients ask at once; after so many memory has been short in both ways.
@@ -44,7 +44,7 @@ def body(number: int) -> dict[str, Any]:
     drawn: dict[str, Any] = {"temperature": 0.9, "seed": number, "top_p": (1.0, 0.8)[number // 2 % 2]}
     return {
         "prompt": PROMPTS[number % 3] + f" {number}",
-        "max_tokens": 40 + 4 * number,
+        "max_tokens": 24 + 3 * number,
         "logprobs": (None, 0, 2)[number % 3],
         **(drawn if number % 2 else {"temperature": 0}),
     }
@@ -145,7 +145,7 @@ def test_each_rank_computes_on_the_processors_that_were_announced(pair: Pair) ->
 
 def test_a_rank_that_is_lost_costs_a_pause_and_no_token(pair: Pair) -> None:
     before = pids(pair.server)
-    assert ask_together(pair.server, after_parts=60, strike=lambda: os.kill(before[1], signal.SIGKILL)) == pair.known
+    assert ask_together(pair.server, after_parts=40, strike=lambda: os.kill(before[1], signal.SIGKILL)) == pair.known
     assert sorted(event["child"] for event in pair.server.events("process_restarted")) == list(RANKS)
     lost = pair.server.events("process_lost")
     assert sorted(event["child"] for event in lost) == list(RANKS)

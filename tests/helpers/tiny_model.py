@@ -105,6 +105,7 @@ KINDS: dict[str, Config] = {
     "mlp-bias": {"mlp_bias": True},
     "wide-heads": {"head_dim": 16},
     "vector-heads": {"head_dim": 32},  # every operation is a compiled kernel
+    "shallow-vector-heads": {"head_dim": 32, "num_hidden_layers": 2},  # as few layers as can be mistaken for one another
     "no-head-dim": {"head_dim": None},
     "one-kv-head": {"num_key_value_heads": 1},
     "full-kv-heads": {"num_key_value_heads": 8},

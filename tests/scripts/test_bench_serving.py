@@ -9,15 +9,14 @@ import pytest
 
 from scripts.lib.serving_client import Record, ServiceLevel, summary
 from tests.helpers.script import SCRIPTS, read_lines
-from tests.helpers.server import running_server
+from tests.helpers.server import Server
 
 
-def test_it_reports_each_load_against_a_running_server() -> None:
-    with running_server() as server:
-        command = [sys.executable, str(SCRIPTS / "bench_serving"), "5:20:4", "--url", server.url, "--vocab-size", "500"]
-        in_turn = subprocess.run([*command, "--concurrency", "1", "3"], capture_output=True, text=True, check=True)
-        at_rate = subprocess.run([*command, "--request-rate", "50", "--ttft-slo-ms", "0.001"], capture_output=True, text=True, check=True)
-        refused = subprocess.run([*command, "--model", "nobody"], capture_output=True, text=True, check=False)
+def test_it_reports_each_load_against_a_running_server(plain_server: Server) -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_serving"), "5:20:4", "--url", plain_server.url, "--vocab-size", "500"]
+    in_turn = subprocess.run([*command, "--concurrency", "1", "3"], capture_output=True, text=True, check=True)
+    at_rate = subprocess.run([*command, "--request-rate", "50", "--ttft-slo-ms", "0.001"], capture_output=True, text=True, check=True)
+    refused = subprocess.run([*command, "--model", "nobody"], capture_output=True, text=True, check=False)
     lines, totals = read_lines(in_turn.stdout)
     assert [line["scenario"] for line in lines] == ["concurrency 1", "concurrency 3"]
     for line in lines:

@@ -2,7 +2,7 @@
 
 The real core drives the real worker: batch mates, chunks, cache hits and preemption are what the scheduler makes of
 them. Each is compared, bit for bit, with every request run alone in one chunk. The default model runs too, for its
-shapes are those people serve.
+shapes are those people serve: here as a batch, and in every other way in the cells of tests/scripts/test_soak_equality.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ NUM_STREAMS = {"tiny": 32, "default": 9}
 NUM_TOKENS = 8
 NUM_BLOCKS = 256
 NUM_PREEMPTIONS = 4
+
+TINY = ("tiny-float32", "tiny-bfloat16")
+DEFAULT = ("default-float32", "default-bfloat16")
+on_tiny = pytest.mark.parametrize("reference", TINY, indirect=True, scope="module")
+on_both = pytest.mark.parametrize("reference", TINY + DEFAULT, indirect=True, scope="module")
 
 Answer = tuple[list[int], list[TokenLogprobs]]
 
@@ -61,7 +66,7 @@ def answers(engine: OfflineEngine, keys: list[SequenceKey]) -> list[Answer]:
     return [(engine.outputs[key].token_ids, engine.outputs[key].logprobs) for key in keys]
 
 
-@pytest.fixture(scope="module", params=["tiny-float32", "tiny-bfloat16", "default-float32", "default-bfloat16"])
+@pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest) -> Reference:
     kind, _, dtype = str(request.param).partition("-")
     # Heads as wide as a vector: others are computed by reference operations, which promise nothing.
@@ -76,17 +81,20 @@ def reference(request: pytest.FixtureRequest) -> Reference:
     return Reference(loaded, streams, alone)
 
 
+@on_both
 def test_streams_at_once_each_equal_their_solo_run(reference: Reference) -> None:
     engine = OfflineEngine(reference.loaded, max_num_seqs=len(reference.streams), check_invariants=True)
     assert answers_of(engine, reference.streams) == reference.answers
 
 
+@on_tiny
 @pytest.mark.parametrize("budget", [13, 48])
 def test_chunked_prompts_give_the_same_bits(reference: Reference, budget: int) -> None:
     engine = OfflineEngine(reference.loaded, max_num_batched_tokens=budget, max_num_seqs=6)
     assert answers_of(engine, reference.streams[:12]) == reference.answers[:12]
 
 
+@on_tiny
 def test_sequences_preempted_and_computed_again_give_the_same_bits(reference: Reference) -> None:
     engine = OfflineEngine(reference.loaded, num_blocks=12, max_num_seqs=16, prefix_caching=False, check_invariants=True)
     keys = add(engine, reference.streams)
@@ -98,6 +106,7 @@ def test_sequences_preempted_and_computed_again_give_the_same_bits(reference: Re
     assert engine.core.preemption.decisions.num_preempted("recompute") >= NUM_PREEMPTIONS
 
 
+@on_tiny
 def test_a_cached_prefix_gives_the_same_bits_as_a_computed_one(reference: Reference) -> None:
     longest = sorted(range(len(reference.streams)), key=lambda index: len(reference.streams[index].prompt_ids))[-4:]
     streams, expected = [reference.streams[index] for index in longest], [reference.answers[index] for index in longest]
