@@ -112,7 +112,8 @@ def let_replies_go_on(page: Page) -> None:
     """To the end of the context: a tiny random model may else end one with any token."""
 
     def amend(route: Route) -> None:
-        route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
+        body: dict[str, Any] = route.request.post_data_json or {}
+        route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
 
     page.route("**/v1/chat/completions", amend)
 
