@@ -81,6 +81,11 @@ class Choice:
         self._num_emitted = 0  #: characters
         self._pending: deque[_Pending] = deque()
 
+    @property
+    def may_end_by_text(self) -> bool:
+        """Not only by its tokens, which the scheduler sees as well."""
+        return bool(self._options.stops)
+
     def feed(self, output: SequenceOutput) -> Delta:
         """Takes the next tokens of the sequence, and its end if it has come."""
         pieces: list[str] = []

@@ -31,7 +31,7 @@ _OUTPUT_BYTES = 336
 _TOKEN_BYTES = 32
 _LOGPROBS_BYTES = 180
 #: Tokens that one reader turns into text and JSON in one turn of the event loop: up to 2 ms, with twenty logprobs each.
-_TOKENS_A_TURN = 64
+TOKENS_A_TURN = 64
 
 log = get_logger("frontend.generation")
 
@@ -70,6 +70,8 @@ class Generation:
         self._event = asyncio.Event()  #: there is something for the reader
         self._waiting: deque[SequenceOutput] = deque()  #: for the reader
         self._num_waiting_bytes = 0
+        self._num_waiting_tokens = 0
+        self._num_wanted_tokens = 1  #: fewer do not wake the reader
         self._num_unseen_bytes = 0  #: of what has come since the reader was last here
         self._is_absence_suspected = False  #: it will be looked at in the next turn
         self._texts: list[list[str]] | None = [[] for _ in choices] if log_texts else None
@@ -96,8 +98,12 @@ class Generation:
 
     # --- the reader's side --------------------------------------------------------------------------------
 
-    async def deltas(self, timeout_s: float | None = None) -> list[Delta]:
-        """What is new, as much as a turn of the event loop allows; nothing if time ran out first. Raises ApiError or ClientGoneError."""
+    async def deltas(self, timeout_s: float | None = None, *, at_least: int = 1) -> list[Delta]:
+        """What is new, as much as a turn of the event loop allows; nothing if time ran out first. Raises ApiError or ClientGoneError.
+
+        Whoever shows nothing before the end may sleep until so many tokens have come (of all choices, up to `TOKENS_A_TURN`), or an end.
+        """
+        self._num_wanted_tokens = at_least
         self._num_unseen_bytes = 0
         if self._event.is_set():
             await asyncio.sleep(0)  # others go first
@@ -121,6 +127,11 @@ class Generation:
         return all(choice.finish is not None for choice in self.choices)
 
     @property
+    def may_end_by_text(self) -> bool:
+        """The scheduler goes on until a reader has seen the text."""
+        return any(choice.may_end_by_text for choice in self.choices)
+
+    @property
     def num_completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
@@ -131,9 +142,10 @@ class Generation:
 
     def _take_some(self) -> Iterator[Delta]:
         num_tokens = 0
-        while self._waiting and num_tokens < _TOKENS_A_TURN:
+        while self._waiting and num_tokens < TOKENS_A_TURN:
             output = self._waiting.popleft()
             self._num_waiting_bytes -= _size(output)
+            self._num_waiting_tokens -= len(output.token_ids)
             if self.choices[output.key.choice].finish is None:  # else it was on its way when a stop string was found
                 num_tokens += len(output.token_ids)
                 yield self._take(output.key.choice, output)
@@ -166,7 +178,9 @@ class Generation:
         size = _size(output)
         self._num_waiting_bytes += size
         self._num_unseen_bytes += size
-        self._event.set()
+        self._num_waiting_tokens += len(output.token_ids)
+        if self._num_waiting_tokens >= self._num_wanted_tokens or output.finish_reason is not None:
+            self._event.set()
         if not self._load.hold_unread(self._num_waiting_bytes):
             self._give_up(too_far_behind)
         elif self._is_much_unseen and not self._is_absence_suspected:
@@ -206,7 +220,7 @@ class Generation:
     def _forget(self) -> None:
         """What waits for the reader is for nobody."""
         self._waiting.clear()
-        self._num_waiting_bytes = self._num_unseen_bytes = 0
+        self._num_waiting_bytes = self._num_waiting_tokens = self._num_unseen_bytes = 0
         self._load.hold_unread(0)
 
 

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from frontend import sse
 from frontend.choice import Delta, Finish, TokenEntry
 from frontend.errors import ApiError, internal_error
-from frontend.generation import ClientGoneError, Generation
+from frontend.generation import TOKENS_A_TURN, ClientGoneError, Generation
 from frontend.overload import Load
 from frontend.request_context import context_of
 from frontend.validation import GenerationRequest
@@ -77,8 +77,9 @@ async def _gather(generation: Generation, form: ReplyFormat, load: Load) -> list
     """All choices to their ends. Raises ApiError if the reply becomes too large to be held."""
     outcomes = [Outcome(form.logprobs(())) for _ in generation.choices]
     num_bytes = 0
+    at_least = 1 if generation.may_end_by_text else TOKENS_A_TURN  # to be woken for each token costs more than to read it
     while not generation.finished:
-        for delta in await generation.deltas():
+        for delta in await generation.deltas(at_least=at_least):
             num_bytes += outcomes[delta.choice].add(delta, form.logprobs(delta.entries))
         load.gather(num_bytes)
     return outcomes

@@ -1,9 +1,9 @@
 """The scheduler's shell: sockets, clock and log around the pure core.
 
-One loop: wait, drain every socket through the core's keeper, then ask for one `Turn`, and send what comes out. It
-decides nothing. Plans and rows are encoded once and sent to every rank; sends never block, because what is
-in flight is bounded by the number of plans and of requests. A step past its deadline is reported to the launcher, who
-replaces the workers.
+One loop: wait, drain every socket through the core's keeper, then ask for one `Turn`, and send what comes out: to workers at
+once, to frontends when there is nothing left to plan. It decides nothing. Plans and rows are encoded once and sent to every
+rank; sends never block, because what is in flight is bounded by the number of plans and of requests. A step past its deadline
+is reported to the launcher, who replaces the workers.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class SchedulerProcess:
         self._num_dropped = 0  #: frames that nobody could read, since it exists
         self._next_audit = 0.0
         self._deadline: float | None = None  #: of draining, once it is asked for
+        self._untold: list[StepOutput | StatsSnapshot] = []  #: for frontends, in order: they hear of a step when the next one is under way
 
     def run(self) -> None:
         """Until the launcher hangs up, or what it wanted finished is finished."""
@@ -94,6 +95,7 @@ class SchedulerProcess:
                 self._handle(Turn())
                 self._child.alive()
                 self._look_after()
+                self._tell()
                 self._poller.poll(self._timeout_ms())
         finally:
             self._logs.close()
@@ -285,16 +287,23 @@ class SchedulerProcess:
                     self._watch.sent(effect, time.monotonic())
                     self._peers.send_workers(effect)
                     reach("scheduler.planned")
-                case StepOutput():
-                    reach("scheduler.output")
-                    self._peers.send_frontend(effect.frontend, effect)
-                    reach("scheduler.output_sent")
-                case StatsSnapshot():
-                    self._send_snapshot(effect)
+                case StepOutput() | StatsSnapshot():
+                    self._untold.append(effect)
                 case Distrust():
                     self._distrust(effect)
                 case _:
                     assert_never(effect)
+
+    def _tell(self) -> None:
+        """Frontends read and write while the workers compute: told before the plan is sent, they would take the workers' processors first."""
+        untold, self._untold = self._untold, []
+        for effect in untold:
+            if isinstance(effect, StatsSnapshot):
+                self._send_snapshot(effect)
+                continue
+            reach("scheduler.output")
+            self._peers.send_frontend(effect.frontend, effect)
+            reach("scheduler.output_sent")
 
     def _send_snapshot(self, snapshot: StatsSnapshot) -> None:
         self._num_dropped += self._peers.take_dropped()
@@ -309,6 +318,7 @@ class SchedulerProcess:
         untold = self._peers.untold(core.config.epoch) if core is not None else []
         if core is None or not untold:
             return
+        self._tell()  # what a former core had to say comes before its successor
         config = core.config
         ready = SchedulerReady(
             epoch=config.epoch,

@@ -16,7 +16,7 @@ from frontend import overload
 from frontend.choice import Choice, Delta, TextOptions
 from frontend.engine import Engine
 from frontend.errors import ApiError
-from frontend.generation import ClientGoneError, Generation
+from frontend.generation import TOKENS_A_TURN, ClientGoneError, Generation
 from frontend.metrics import FrontendMetrics
 from frontend.overload import Overload
 from frontend.readiness import Readiness
@@ -29,7 +29,7 @@ from pagemill.messages.sequences import FinishReason, SequenceKey, TokenLogprobs
 from tests.helpers.fake_scheduler import DEADLINE_S, FakeScheduler
 
 TOKENS = TokenBytes({"type": "ByteLevel"}, lambda token_id: chr(ord("a") + token_id % 26), frozenset())
-MANY = 10 * module._TOKENS_A_TURN
+MANY = 10 * TOKENS_A_TURN
 
 
 def output(choice: int, position: int, finish: FinishReason | None = None) -> SequenceOutput:
@@ -81,7 +81,7 @@ def test_much_that_comes_at_once_is_read_a_little_in_each_turn_in_order() -> Non
             task = asyncio.create_task(others())
             deltas = await asyncio.wait_for(reading, DEADLINE_S)
             task.cancel()
-            assert max(sizes) <= module._TOKENS_A_TURN
+            assert max(sizes) <= TOKENS_A_TURN
             assert turns >= len(sizes) - 1 >= 3 * 9
             assert texts(deltas, 3) == ["".join(chr(ord("a") + position % 26) for position in range(MANY))] * 3
 
@@ -111,7 +111,7 @@ def test_a_reader_that_is_busy_elsewhere_is_too_slow() -> None:
             generation.on_overflow = lambda: cut.append(True)
             for position in range(MANY):
                 generation.output(output(0, position))
-            assert len(await generation.deltas()) == module._TOKENS_A_TURN
+            assert len(await generation.deltas()) == TOKENS_A_TURN
             for position in range(MANY, 2 * MANY):
                 generation.output(output(0, position))
             while not cut:
@@ -120,6 +120,51 @@ def test_a_reader_that_is_busy_elsewhere_is_too_slow() -> None:
                 await generation.deltas()
 
     asyncio.run(asyncio.wait_for(stall(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("at_least", [1, 5, TOKENS_A_TURN])
+def test_a_reader_who_shows_nothing_before_the_end_is_woken_when_so_much_has_come_and_by_every_end(at_least: int) -> None:
+    num_tokens = [2 * TOKENS_A_TURN + 3, TOKENS_A_TURN + 1]
+
+    async def read() -> None:
+        num_wakeups = 0
+        with begun(2) as generation:
+
+            async def gather() -> list[Delta]:
+                nonlocal num_wakeups
+                deltas: list[Delta] = []
+                while not generation.finished:
+                    deltas += await generation.deltas(at_least=at_least)
+                    num_wakeups += 1
+                return deltas
+
+            reading = asyncio.create_task(gather())
+            await asyncio.sleep(0)
+            for position in range(max(num_tokens)):
+                for index, count in enumerate(num_tokens):
+                    if position < count:
+                        generation.output(output(index, position, "length" if position == count - 1 else None))
+                    for _ in range(4):  # the reader may come after each
+                        await asyncio.sleep(0)
+            deltas = await asyncio.wait_for(reading, DEADLINE_S)
+        assert texts(deltas, 2) == ["".join(chr(ord("a") + position % 26) for position in range(count)) for count in num_tokens]
+        assert sum(num_tokens) // at_least <= num_wakeups <= sum(num_tokens) // at_least + 2
+
+    asyncio.run(read())
+
+
+def test_a_failure_wakes_whoever_waits_for_much() -> None:
+    async def fail() -> None:
+        with begun() as generation:
+            reading = asyncio.create_task(generation.deltas(at_least=TOKENS_A_TURN))
+            await asyncio.sleep(0)
+            generation.output(output(0, 0))
+            generation.failed()
+            assert [delta.text for delta in await reading] == ["a"]
+            with pytest.raises(ApiError):
+                await generation.deltas(at_least=TOKENS_A_TURN)
+
+    asyncio.run(asyncio.wait_for(fail(), DEADLINE_S))
 
 
 def test_who_has_just_come_is_not_away_whatever_came_before() -> None:
@@ -133,7 +178,7 @@ def test_who_has_just_come_is_not_away_whatever_came_before() -> None:
                 generation.output(output(0, position))
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert len(reading.result()) == module._TOKENS_A_TURN
+            assert len(reading.result()) == TOKENS_A_TURN
             assert not cut
 
     asyncio.run(asyncio.wait_for(come_and_go(), DEADLINE_S))
@@ -162,7 +207,7 @@ def test_a_burst_for_many_choices_ahead_of_a_reader_that_comes_again_and_again_c
                 await asyncio.sleep(0)
             assert not reading.done()
             assert not cut
-            assert num_read > 50 * module._TOKENS_A_TURN
+            assert num_read > 50 * TOKENS_A_TURN
             assert num_read + len(generation._waiting) == num_choices * num_steps
             reading.cancel()
 
@@ -224,7 +269,7 @@ def test_what_waits_is_counted_until_it_is_read_or_nobody_reads() -> None:
                 generation.output(output(0, position))
             assert server.reply_bytes == MANY * module._size(output(0, 0))
             await generation.deltas()
-            assert server.reply_bytes == (MANY - module._TOKENS_A_TURN) * module._size(output(0, 0))
+            assert server.reply_bytes == (MANY - TOKENS_A_TURN) * module._size(output(0, 0))
             generation.close()
             assert server.reply_bytes == 0
 

@@ -14,13 +14,14 @@ from frontend import replies
 from frontend.choice import Delta, TokenEntry
 from frontend.endpoints.chat_completions import ChatFormat
 from frontend.endpoints.completions import CompletionFormat
+from frontend.generation import TOKENS_A_TURN
 from frontend.logprobs import chat_logprobs
 from frontend.openai_types import ChatBody, ChatLogprobs, ChatMessage
 from frontend.replies import ReplyFormat
 from frontend.token_bytes import TokenBytes
 from frontend.validation import chat_request
 from frontend.whole_reply import Outcome
-from pagemill.messages.frontend import AbortRequest, AddRequest
+from pagemill.messages.frontend import AbortRequest, AddRequest, FinishRequest
 from tests.helpers.event_stream import parse, parse_response
 from tests.helpers.fake_scheduler import DEADLINE_S, Refuse, Step, counting, logprobs_of
 from tests.helpers.frontend_server import RunningFrontend
@@ -102,7 +103,7 @@ def test_a_burst_that_arrives_at_once_is_not_held_against_the_reader(frontend: R
 
 
 def test_a_whole_reply_that_grows_too_large_is_refused_and_given_back_but_may_be_streamed(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.overload.MAX_REPLY_BYTES", 20_000)
+    monkeypatch.setattr("frontend.overload.MAX_REPLY_BYTES", 60_000)
     wanted: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
     response = frontend.post(PATH, **wanted)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "reply_too_large")
@@ -158,13 +159,25 @@ def test_where_no_logprobs_are_shown_any_number_of_tokens_may_take_up_nothing(fr
 
 
 def test_a_whole_reply_is_held_until_it_is_sent(frontend: RunningFrontend) -> None:
-    text, steps = frontend.services.text, ENDLESS[:49]
+    text, steps = frontend.services.text, ENDLESS[:TOKENS_A_TURN]
     assert text is not None
     num_bytes = 4 * len(text.tokenizer.decode([token_id for step in steps for token_id in step.tokens]))
     frontend.scheduler.script = lambda _: [*steps, *[Step()] * 100_000]
-    with post_raw(frontend.port, {"messages": HELLO, "max_tokens": 50}):
+    with post_raw(frontend.port, {"messages": HELLO, "max_tokens": 100}):
         frontend.wait_until(lambda: frontend.services.overload.reply_bytes == num_bytes > 0, "what is held is not what has come")
     frontend.wait_until(lambda: frontend.services.overload.reply_bytes == 0, "the reply is still held")
+
+
+def test_a_stop_string_ends_a_whole_reply_as_soon_as_it_is_there(frontend: RunningFrontend) -> None:
+    """Though the reader of a reply without one sleeps until much more has come."""
+    text, steps = frontend.services.text, ENDLESS[:3]
+    assert text is not None
+    generated = text.tokenizer.decode([token_id for step in steps for token_id in step.tokens])
+    frontend.scheduler.script = lambda _: [*steps, *[Step()] * 100_000]
+    reply = frontend.post(PATH, messages=HELLO, max_tokens=100, stop=generated[-1]).json()
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    (finish,) = frontend.scheduler.wait_for(FinishRequest)
+    assert finish.reason == "stop"
 
 
 def test_logprobs_of_a_whole_reply_are_encoded_as_they_come_and_not_at_its_end(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:

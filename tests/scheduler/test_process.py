@@ -40,6 +40,7 @@ from pagemill.messages.frontend import (
 from pagemill.messages.sequences import KvGroup, Limits, SamplingParams, SequenceKey
 from pagemill.messages.wire import Hello, ProcessKind
 from pagemill.messages.worker import InstallRow, Plan, RowMissing, RowResult, SchedulerToWorker, StepDone, TransferDone, WorkerReady, WorkerToScheduler
+from scheduler.peers import Peers
 from scheduler.process import SchedulerProcess
 from tests.helpers.fake_launcher import CONFIG
 
@@ -192,6 +193,29 @@ def test_frontends_are_told_the_geometry_that_the_workers_report(tmp_path: Path)
         worker.send(msgspec.structs.replace(READY, groups=groups))
         told = wait_for(frontend, SchedulerReady)
         assert (told.num_blocks, told.block_size, told.groups) == (READY.num_blocks, READY.block_size, groups)
+
+
+def test_workers_are_sent_the_next_step_before_frontends_hear_of_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+
+    def noting(send: Callable[..., None]) -> Callable[..., None]:
+        def send_and_note(*args: object) -> None:
+            sent.append(args[-1])
+            send(*args)
+
+        return send_and_note
+
+    monkeypatch.setattr(Peers, "send_workers", noting(Peers.send_workers))
+    monkeypatch.setattr(Peers, "send_frontend", noting(Peers.send_frontend))
+    with scheduler(tmp_path) as bench:
+        worker, frontend = bench.worker(), bench.frontend(0)
+        worker.send(READY)
+        wait_for(frontend, SchedulerReady)
+        frontend.send(add(SequenceKey(0, 1, 1, 0)))
+        row, first = wait_for(worker, InstallRow), wait_for(worker, Plan)
+        worker.send(StepDone(first.epoch, 0, first.plan_id, (RowResult(row.row, row.version, "accepted", (42,), (), ""),), {}))
+        told, second = wait_for(frontend, StepOutput), wait_for(worker, Plan)
+    assert [message for message in sent if isinstance(message, Plan | StepOutput)][:3] == [first, second, told]
 
 
 # --- frames that nobody should send ----------------------------------------------------------------------
