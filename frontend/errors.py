@@ -106,8 +106,8 @@ def unknown_parameter(name: str) -> ApiError:
 
 
 def context_length_exceeded(param: str | None, max_model_len: int, asked: str) -> ApiError:
-    """`asked` names the number of tokens asked for, in words."""
-    return ApiError(400, "context_length_exceeded", f"This model's context length is {max_model_len} tokens, but {asked}.", param)
+    """`asked` names the number of tokens asked for, in words. Proxies know it by its first words, which are OpenAI's."""
+    return ApiError(400, "context_length_exceeded", f"This model's maximum context length is {max_model_len} tokens, but {asked}.", param)
 
 
 def reply_too_large(max_bytes: int) -> ApiError:
@@ -224,8 +224,7 @@ def rejected(rejection: Rejection, retry_after_s: int = 1) -> ApiError:
         case "exceeds_model_length":
             return context_length_exceeded(None, rejection.available, f"{rejection.required} tokens were asked for")
         case "exceeds_kv_cache":
-            message = f"The request needs room for {rejection.required} tokens, but the KV cache holds {rejection.available}."
-            return ApiError(400, "context_length_exceeded", message)
+            return context_length_exceeded(None, rejection.available, f"the request needs room for {rejection.required}: the KV cache holds no more")
         case "queue_full" | "queue_tokens":
             return queue_full(retry_after_s)
         case "queue_timeout":

@@ -120,7 +120,7 @@ class FrontendProcess:
             await asyncio.sleep(_ALIVE_S)
 
     def _say_ready(self) -> None:
-        if self._readiness.state != "ready" or self._said_ready:
+        if self._said_ready or not self._readiness.may_begin:
             return
         self._said_ready = True
         self._garbage.settle()

@@ -68,6 +68,11 @@ class Readiness:
             return "restarting"
         return "stalled" if self._stall() else "ready"
 
+    @property
+    def may_begin(self) -> bool:
+        """Everything that is needed has been there; whether steps complete just now is not asked."""
+        return self.state in ("ready", "stalled")
+
     def note_progress(self, progress: Progress) -> None:
         self._progress = progress
 
@@ -86,6 +91,8 @@ class Readiness:
         self._steps, self._last_progress, self._last_snapshot = -1, None, None
 
     def peer_lost(self, kind: ProcessKind, incarnation: int) -> None:
+        if kind == "worker" and self.geometry is not None and incarnation < self.geometry.worker_incarnation:
+            return  # the scheduler, which speaks another way, has said already that others are in its place
         if kind in _RESTARTING:
             self._lost, self._progress = kind, _START
         if kind == "worker":

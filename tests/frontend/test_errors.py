@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Literal
 
 import msgspec
 import pytest
@@ -34,6 +35,16 @@ def test_every_error_has_openai_s_four_keys_and_at_most_four_kilobytes() -> None
         assert set(detail) == {"message", "type", "param", "code"}
         assert len(error.body) < 4096
         assert detail["message"]
+
+
+@pytest.mark.parametrize("reason", ["exceeds_model_length", "exceeds_kv_cache"])
+def test_too_long_is_said_in_the_words_by_which_proxies_know_it(reason: Literal["exceeds_model_length", "exceeds_kv_cache"]) -> None:
+    """OpenAI's; LiteLLM takes anything else for just a bad request, and does not fall back to a model with more room."""
+    error = errors.rejected(Rejection(KEY, reason, 900, 64))
+    message = msgspec.json.decode(error.body)["error"]["message"]
+    assert message.startswith("This model's maximum context length is 64 tokens, but ")
+    assert "900" in message
+    assert error.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("character", ["\0", "\n", '"', "\\", "é", "😀", "\u2028"])

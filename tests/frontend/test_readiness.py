@@ -83,6 +83,28 @@ def test_what_a_scheduler_said_before_a_worker_ended_is_not_believed_afterwards(
     assert after(SMALLER) == "ready", "a new scheduler of workers who live"
 
 
+def test_the_end_of_workers_that_is_heard_when_others_are_there_is_no_news(readiness: Readiness) -> None:
+    readiness.scheduler_ready(SMALLER)
+    readiness.peer_lost("worker", SMALLER.worker_incarnation - 1)
+    assert status(readiness) == "ok"
+    readiness.peer_lost("worker", SMALLER.worker_incarnation)
+    assert status(readiness) == "restarting"
+
+
+def test_a_scheduler_that_is_silent_while_the_tokenizer_loads_does_not_keep_a_frontend_from_beginning(clock: Clock) -> None:
+    readiness = Readiness(clock)
+    readiness.scheduler_ready(GEOMETRY)
+    readiness.note_snapshot(snapshot())
+    may_begin = [readiness.may_begin]
+    clock.now += SILENCE_S + 1
+    readiness.tokenizer_loaded = True
+    assert status(readiness) == "stalled"
+    may_begin.append(readiness.may_begin)
+    readiness.peer_lost("worker", 0)
+    may_begin.append(readiness.may_begin)
+    assert may_begin == [False, True, False]
+
+
 def test_the_end_of_another_frontend_is_no_trouble(readiness: Readiness) -> None:
     readiness.peer_lost("frontend", 0)
     assert status(readiness) == "ok"
