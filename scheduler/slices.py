@@ -81,7 +81,7 @@ class StepBuilder:
         self._tokens_left = self._config.max_num_batched_tokens
         running = list(self._queues.running)
         self._swapping.transfers.nothing_runs = not running
-        admits = self._policy.admits(len(running))
+        admits = self._policy.admits(len(running) + len(self._queues.preempted))
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in running:

@@ -1,7 +1,8 @@
 """Watches plans and copies in flight: a step that takes longer than its tokens can explain means that its worker hangs.
 
 Plans are carried out one after the other, so only the oldest is on the clock. Copies are many and short, so as long as
-any is under way some must end within the time of an empty step. Pure: whoever asks brings the time.
+any is under way some must end within the time of an empty step; but a worker tells of them between steps only, and makes
+none of a plan before its turn. Pure: whoever asks brings the time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ class _Watched:
     ranks_left: set[int]
 
 
+@dataclass(slots=True)
+class _WatchedCopy:
+    plan_id: PlanId
+    ranks_left: set[int]  #: that have not made it
+
+
 class StepWatch:
     """One for each incarnation of the worker group."""
 
@@ -31,10 +38,11 @@ class StepWatch:
         self._num_ranks = num_ranks
         self._plans: deque[_Watched] = deque()  #: oldest first
         self._since = 0.0  #: when the oldest could begin
-        self._copies: dict[int, set[int]] = {}  #: transfer -> the ranks that have not made it
+        self._answered_at = 0.0  #: when all ranks had done a plan last
+        self._copies: dict[int, _WatchedCopy] = {}  #: by transfer, oldest plan first
         self._num_tokens_left = 0  #: of plans that nobody waits for any more, and which the workers may still be computing
         self._looked_at: float | None = None
-        self._copied_at = 0.0  #: when one of them ended last, or the first was ordered
+        self._copied_at = 0.0  #: when one of them ended last, or the first could begin
 
     def sent(self, plan: Plan, now: float) -> None:
         if not self._plans:
@@ -45,7 +53,7 @@ class StepWatch:
         if plan.transfers and not self._copies:
             self._copied_at = now
         for transfer in plan.transfers:
-            self._copies[transfer.transfer_id] = set(range(self._num_ranks))
+            self._copies[transfer.transfer_id] = _WatchedCopy(plan.plan_id, set(range(self._num_ranks)))
 
     def answered(self, plan_id: PlanId, rank: int, now: float) -> None:
         """A rank has done the plan, or said that it cannot. Unknown plans are passed over."""
@@ -54,21 +62,24 @@ class StepWatch:
                 watched.ranks_left.discard(rank)
         while self._plans and not self._plans[0].ranks_left:
             self._plans.popleft()
-            self._since = now
+            self._since = self._answered_at = now
+            oldest_copy = next(iter(self._copies.values()), None)
+            if oldest_copy is not None and oldest_copy.plan_id > plan_id:
+                self._copied_at = now
 
     def copied(self, done: TransferDone, now: float) -> None:
         """A rank has made copies, or could not. Unknown ones are passed over."""
         self._copied_at = now
         for transfer_id in done.transfer_ids:
-            ranks_left = self._copies.get(transfer_id)
-            if ranks_left is not None:
-                ranks_left.discard(done.rank)
-                if not ranks_left:
+            copy = self._copies.get(transfer_id)
+            if copy is not None:
+                copy.ranks_left.discard(done.rank)
+                if not copy.ranks_left:
                     del self._copies[transfer_id]
 
     def clear(self, *, still_computing: bool = False) -> None:
         """Nobody is going to answer any more, or it does not matter. `still_computing`: the next plan has to wait for these."""
-        self._num_tokens_left = sum(watched.num_tokens for watched in self._plans) if still_computing else 0
+        self._num_tokens_left = self._num_tokens_left + sum(watched.num_tokens for watched in self._plans) if still_computing else 0
         self._plans.clear()
         self._copies.clear()
 
@@ -84,9 +95,10 @@ class StepWatch:
             oldest, seconds = self._plans[0], now - self._since
             if seconds > self._timeout_s + self._timeout_s_per_token * oldest.num_tokens:
                 return _told(oldest.ranks_left, f"did not complete a step in {seconds:.0f} s")
-        if self._copies and now - self._copied_at > self._timeout_s:
-            ranks = {rank for ranks_left in self._copies.values() for rank in ranks_left}
-            return _told(ranks, f"did not copy a block in {now - self._copied_at:.0f} s")
+        seconds = (self._answered_at if self._plans else now) - self._copied_at
+        if self._copies and seconds > self._timeout_s:
+            ranks = {rank for copy in self._copies.values() for rank in copy.ranks_left}
+            return _told(ranks, f"did not copy a block in {seconds:.0f} s")
         return [], ""
 
 

@@ -31,7 +31,8 @@ def core_config(config: SchedulerConfig, reports: Mapping[int, WorkerReady]) -> 
         block_size=ready[0].block_size,
         groups=ready[0].groups,
         max_model_len=min(report.max_model_len for report in ready),
-        max_num_seqs=config.max_num_seqs,
+        # With more, those who come first would take every step, and the others hold KV for nothing.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_queued=config.max_num_queued,
         max_queued_tokens=config.max_queued_tokens,

@@ -27,8 +27,8 @@ class Policy(Protocol):
         A sequence of smaller urgency may take blocks and seats from running ones of larger urgency.
         """
 
-    def admits(self, num_running: int) -> bool:
-        """Whether new sequences may enter a step that begins with `num_running` running ones."""
+    def admits(self, num_begun: int) -> bool:
+        """Whether new sequences may enter a step that begins with `num_begun` running or preempted ones."""
 
 
 def load_policies() -> dict[str, type[Policy]]:

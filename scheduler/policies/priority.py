@@ -12,5 +12,5 @@ class Policy:
     def key(self, sequence: Sequence) -> Order:
         return (sequence.priority, sequence.order[1], sequence.seq_id)
 
-    def admits(self, num_running: int) -> bool:
+    def admits(self, num_begun: int) -> bool:
         return True

@@ -15,5 +15,5 @@ class Policy:
     def key(self, sequence: Sequence) -> Order:
         return (0, sequence.order[1], sequence.seq_id)
 
-    def admits(self, num_running: int) -> bool:
-        return num_running == 0
+    def admits(self, num_begun: int) -> bool:
+        return num_begun == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagemill.messages.sequences import SamplingParams, SequenceKey
+from scheduler.events import Preempt
 from scheduler.sequence import Status
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.fake_worker import expected_tokens
@@ -157,6 +158,21 @@ def test_static_batches_enter_only_when_the_last_one_has_ended() -> None:
     while keys[1] not in driver.finished:
         driver.step()
         assert statuses(driver).get(keys[2], Status.WAITING) is Status.WAITING
+    driver.run()
+    assert len(driver.finished) == 4
+
+
+def test_a_static_batch_has_not_ended_while_any_of_it_is_preempted() -> None:
+    driver = CoreDriver(max_num_seqs=3, scheduling_policy="static")
+    first, *others = [driver.add(prompt(stem), max_tokens=2 if stem == 0 else 8) for stem in range(3)]
+    while first not in driver.finished:
+        driver.step()
+    late = driver.add(prompt(3), max_tokens=2)
+    for key in others:
+        driver.handle(Preempt(key, "recompute", 99))
+    while not set(others) <= driver.finished.keys():
+        assert statuses(driver)[late] is Status.WAITING
+        driver.step()
     driver.run()
     assert len(driver.finished) == 4
 

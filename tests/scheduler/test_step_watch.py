@@ -52,8 +52,8 @@ def test_after_a_restart_nothing_is_on_the_clock() -> None:
     assert watch.late(1000.0)[0] == []
 
 
-def copying_plan(number: int, *transfer_ids: int) -> Plan:
-    return Plan(1, PlanId(number), (), tuple(Transfer(transfer_id, "device", 0, "arena", 0, NO_PLAN) for transfer_id in transfer_ids), ())
+def copying_plan(number: int, *transfer_ids: int, num_tokens: int = 0) -> Plan:
+    return Plan(1, PlanId(number), plan(number, num_tokens).slices, tuple(Transfer(transfer_id, "device", 0, "arena", 0, NO_PLAN) for transfer_id in transfer_ids), ())
 
 
 def test_copies_that_do_not_get_on_are_late_and_those_that_do_are_not() -> None:
@@ -79,10 +79,44 @@ def test_copies_are_on_the_clock_from_when_they_are_ordered() -> None:
     assert watch.late(900.0)[0] == []
 
 
+def test_nobody_tells_of_copies_in_the_middle_of_a_step() -> None:
+    watch = StepWatch(10.0, 0.1, 1)
+    watch.sent(copying_plan(1, 1, num_tokens=500), 0.0)
+    for second in range(1, 60):
+        assert watch.late(float(second)) == ([], "")
+    watch.copied(TransferDone(1, 0, (1,), True, 0.1), 59.0)
+    watch.answered(PlanId(1), 0, 59.0)
+    assert watch.late(60.0) == ([], "")
+
+
+def test_copies_that_were_not_made_when_a_step_has_ended_are_late_though_the_next_is_under_way() -> None:
+    watch = StepWatch(10.0, 0.1, 1)
+    watch.sent(copying_plan(1, 1, num_tokens=500), 0.0)
+    for number in range(1, 12):
+        assert watch.late(float(number)) == ([], "")
+        watch.answered(PlanId(number), 0, float(number))
+        watch.sent(plan(number + 1, 500), float(number))
+    assert watch.late(11.5) == ([0], "did not copy a block in 11 s")
+
+
+def test_copies_of_a_plan_that_waits_for_another_are_not_on_the_clock() -> None:
+    watch = StepWatch(10.0, 0.1, 1)
+    watch.sent(plan(1, 500), 0.0)
+    watch.sent(copying_plan(2, 1, num_tokens=500), 0.5)
+    for second in range(1, 46):
+        assert watch.late(float(second)) == ([], "")
+    watch.answered(PlanId(1), 0, 45.0)
+    assert watch.late(46.0) == ([], "")
+    watch.answered(PlanId(2), 0, 54.0)
+    assert watch.late(54.9) == ([], "")
+    assert watch.late(55.1) == ([0], "did not copy a block in 10 s")
+
+
 def test_a_plan_that_comes_behind_one_of_a_former_core_has_the_time_of_both() -> None:
     watch = StepWatch(10.0, 0.1, 1)
     watch.sent(plan(1, 500), 0.0)
     watch.clear(still_computing=True)
+    watch.clear(still_computing=True)  # the next core has failed as well, before its first plan
     watch.sent(plan(1, 1), 1.0)
     for second in range(1, 61):
         assert watch.late(float(second))[0] == []

@@ -38,6 +38,11 @@ def test_of_what_there_is_and_how_fast_it_goes_the_least_counts() -> None:
     assert (config.num_workers, config.block_size, config.block_bytes) == (len(reports), 16, 1024)
 
 
+def test_no_more_sequences_run_than_have_a_token_in_each_step() -> None:
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=64, max_num_batched_tokens=48)
+    assert core_config(config, {0: ready(0)}).max_num_seqs == 48
+
+
 @pytest.mark.parametrize(
     ("changes", "story"),
     [
