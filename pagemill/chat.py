@@ -242,14 +242,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens that together reach this share")
-    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="longest reply (default: 1024)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply (default: as long as the server allows)")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same replies")
     parser.add_argument("--stats", action="store_true", help="show tokens/s, time to first token and cached tokens after each reply")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0 after a conversation or a reply, 1 if there is no server or it refuses, 130 after Ctrl-C in a pipe."""
+    """Exit code 0 after a conversation or a reply, 1 if there is no server or it refuses or breaks off, 130 after Ctrl-C in a pipe."""
     arguments = _parser().parse_args(argv)
     sampling = {name: value for name in ("temperature", "top_p", "max_tokens", "seed") if (value := getattr(arguments, name)) is not None}
     notices = Console(stderr=True)

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from pagemill.errors import UsageError
+from pagemill.key_file import numbered_keys
 
 #: A reply may be silent for this long (a long prompt is read, or the queue is full) before it is given up.
 REPLY_TIMEOUT_S = 600.0
@@ -30,10 +31,10 @@ def read_key(path: str, flag: str) -> str:
     if not path:
         return os.environ.get("PAGEMILL_API_KEY", "").strip()
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path} can't be read") from error
-    return next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
+    return next((key for _, key in numbered_keys(text)), "")
 
 
 class ChatError(Exception):
@@ -130,6 +131,8 @@ class ChatClient:
                 _checked(response)
             for data in _events(response):
                 if data == b"[DONE]":
+                    if stats.finish_reason == "abort":
+                        raise ChatError("The server broke the reply off before it was complete.")
                     return
                 yield from _take(_json_object(data), stats)
         raise ChatError("The connection broke before the reply was complete.")

@@ -24,6 +24,7 @@ from pagemill.preemption_report import MAX_DECISIONS, Line, PreemptionReport, co
 DEFAULT_LIMIT = 20
 
 _KEY_FLAG = "--admin-key-file"
+_REQUEST_HELP = "only decisions about one request; ID is the id in its reply (chatcmpl-... or cmpl-...), not an X-Request-Id that its client chose"
 _STYLES: dict[VictimKind | None, str] = {None: "", "keep": "dim", "swap": "green", "recompute": "yellow"}
 
 
@@ -101,6 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument(_KEY_FLAG, default="", metavar="FILE", help="file with an admin key of the server (also the variable PAGEMILL_API_KEY)")
     parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help="newest decisions that are told (default: %(default)s)")
-    parser.add_argument("--request", default="", metavar="ID", help="only decisions that this request asked for or was looked at in")
+    parser.add_argument("--request", default="", metavar="ID", help=_REQUEST_HELP)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser

@@ -61,12 +61,15 @@ def run_to_end(command: list[str], log: IO[bytes], environment: dict[str, str]) 
 def download_from_hub(repository: str, progress: Progress) -> Path:
     """The local snapshot of a repository, fetched if the hub can be reached. Honours HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE."""
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         cached = Path(snapshot_download(repository, local_files_only=True))
         if is_complete(cached):
             return cached
+    except HFValidationError as error:
+        rules = "one has at most 96 characters and no -- or .., and does not end with a dash, a dot or .git"
+        raise ModelError(f"{repository} is no folder here, and no repository on a hub can have that name: {rules}") from error
     except LocalEntryNotFoundError:
         pass
     if constants.HF_HUB_OFFLINE:

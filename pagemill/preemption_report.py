@@ -7,6 +7,7 @@ This module must not know HTTP, the terminal or how a decision is made.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from pagemill.messages.decisions import Decision, VictimKind, VictimPrice
 
 DEFAULT_DECISIONS = 100
 MAX_DECISIONS = 1000  #: that one answer may have
+
+#: What stands before a request's own id in its reply, by endpoint.
+_REPLY_PREFIX = re.compile("^(chat)?cmpl-")
 
 #: A price is called cheaper than another only if it shows after rounding.
 _NOTABLE = 1.05
@@ -42,8 +46,9 @@ class Line(NamedTuple):
 
 
 def concerns(decision: Decision, request_id: str) -> bool:
-    """Whether the request wanted room, or was looked at."""
-    return decision.request_id == request_id or any(victim.request_id == request_id for victim in decision.victims)
+    """Whether the request wanted room, or was looked at. It may be called by its own id, or by that of its reply."""
+    own_id = _REPLY_PREFIX.sub("", request_id)
+    return decision.request_id == own_id or any(victim.request_id == own_id for victim in decision.victims)
 
 
 # --- one decision ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pagemill.config import ServeOptions
 from pagemill.errors import UsageError
 from pagemill.launcher import Reloaded
 from pagemill.process import ProcessSpec
-from pagemill.resolve import Secrets, Settings, resettle
+from pagemill.resolve import Secrets, Settings, check_pairs, resettle
 
 #: Fields of `ServeOptions`. The two files of keys are read again whether or not their names have changed.
 RELOADABLE = ("api_key_file", "admin_key_file", "log_level", "max_queue_time", "max_connections", "restart_limit", "drain_timeout")
@@ -42,6 +42,7 @@ class Reloader:
     def reload(self, make_specs: Callable[[Settings], Sequence[ProcessSpec]]) -> Reloaded:
         """Raises UsageError; then everything stays as it was."""
         options, needs_restart = merge(self.options, self._read_options())
+        check_pairs(options)  # with what stays in force, which the files may no longer say
         secrets = self._read_secrets(options)
         if self._needs_key and not secrets.api_keys:
             raise UsageError("without a key others would be let in: set --api-key-file or PAGEMILL_API_KEY")

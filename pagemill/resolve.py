@@ -74,7 +74,7 @@ def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
         raise UsageError(f"--block-size accepts auto or a power of two up to 256; not {options.block_size}")
     if options.max_model_len == 1:
         raise UsageError("--max-model-len accepts auto or at least 2, one token in and one out; not 1")
-    _check_pairs(options)
+    check_pairs(options)
     for fault in options.inject:
         parse_fault(fault)
     if options.event_log and not Path(options.event_log).absolute().parent.is_dir():
@@ -83,7 +83,7 @@ def check_options(options: ServeOptions, policies: dict[str, bool]) -> None:
         raise UsageError(f"--event-log: {options.event_log} is a folder; name a file")
 
 
-def _check_pairs(options: ServeOptions) -> None:
+def check_pairs(options: ServeOptions) -> None:
     """A setting that another one makes void was not meant. Raises UsageError."""
     if options.num_blocks and options.kv_cache_memory:
         raise UsageError("--num-blocks and --kv-cache-memory both size the KV pool; give one of them")

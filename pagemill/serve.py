@@ -26,6 +26,7 @@ from pagemill.config import ServeOptions
 from pagemill.discovery import ROOT, declarations
 from pagemill.errors import UsageError
 from pagemill.ids import NONE
+from pagemill.key_file import numbered_keys
 from pagemill.launcher import ChildDied, Launcher, Reloaded
 from pagemill.listening import bind, url_of
 from pagemill.loopback import is_loopback
@@ -154,18 +155,18 @@ def read_secrets(options: ServeOptions, environment: Mapping[str, str]) -> Secre
 
 
 def read_keys(flag: str, path: str) -> tuple[str, ...]:
-    """One key per line, blank lines aside."""
+    """Every key of a file, once. Raises UsageError, naming the flag."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag}: cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-    keys = [line.strip() for line in lines if line.strip()]
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and not _is_key(line.strip()):
+    keys = dict.fromkeys(key for _, key in numbered_keys(text))
+    for number, key in numbered_keys(text):
+        if not _is_key(key):
             raise UsageError(f"{flag}: {path}: line {number} holds characters that cannot stand in an HTTP header")
     if not keys:
         raise UsageError(f"{flag}: {path} holds no key")
-    return tuple(dict.fromkeys(keys))
+    return tuple(keys)
 
 
 def _is_key(text: str) -> bool:

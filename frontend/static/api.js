@@ -58,7 +58,7 @@ export async function firstModel() {
 
 /**
  * Streams one reply. Calls `onText(text)` and `onUsage(usage)` as they come; returns the finish reason.
- * Throws ApiError for a refusal or an error in the stream, AbortError if `signal` is raised.
+ * Throws ApiError for a refusal, an error in the stream or a reply that the server broke off, AbortError if `signal` is raised.
  */
 export async function streamReply(body, { signal, onText, onUsage }) {
   const options = { include_usage: true, continuous_usage_stats: true };
@@ -66,7 +66,10 @@ export async function streamReply(body, { signal, onText, onUsage }) {
   const response = await call("v1/chat/completions", { method: "POST", body: payload, signal });
   let finishReason = null;
   for await (const data of events(response)) {
-    if (data === "[DONE]") return finishReason;
+    if (data === "[DONE]") {
+      if (finishReason === "abort") throw new ApiError(0, "The server broke the reply off before it was complete.");
+      return finishReason;
+    }
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(response.status, chunk.error.message, chunk.error.code);
     const choice = chunk.choices[0];

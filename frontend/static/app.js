@@ -199,8 +199,7 @@ class Chat {
   }
 
   endWith(error, reply, conversation) {
-    if (error.name === "AbortError") reply.note = "Stopped";
-    else if (reply.content) reply.note = "Not complete";
+    reply.note = error.name === "AbortError" ? "Stopped" : "Not complete";
     if (!reply.content && error.name !== "AbortError") conversation.pop();
     if (error.name !== "AbortError" && this.messages === conversation) this.showProblem(error);
   }

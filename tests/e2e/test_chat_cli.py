@@ -128,6 +128,12 @@ def test_one_prompt_from_a_pipe_gives_one_reply(fake: FakeOpenAI, tmp_path: Path
     assert (request["temperature"], request["seed"], request["model"]) == (0, 7, "tiny-chat")
 
 
+def test_a_longest_length_is_asked_for_only_if_one_was_given(fake: FakeOpenAI, tmp_path: Path) -> None:
+    pipe(fake.url, tmp_path)
+    pipe(fake.url, tmp_path, "--max-tokens", "7")
+    assert [request.get("max_tokens", "none") for request in fake.requests] == ["none", 7]
+
+
 def test_statistics_go_beside_the_reply_not_into_it(fake: FakeOpenAI, tmp_path: Path) -> None:
     result = pipe(fake.url, tmp_path, "--stats")
     assert result.stdout == "Hello there.\n"
@@ -176,6 +182,25 @@ def test_an_error_in_the_stream_ends_with_a_line_and_a_code(fake: FakeOpenAI, tm
     result = pipe(fake.url, tmp_path)
     assert (result.returncode, result.stdout) == (1, "Hello \n")
     assert result.stderr == "pagemill chat: The worker died.\n"
+
+
+def test_a_reply_that_a_stopping_server_broke_off_is_not_taken_for_a_whole_one(fake: FakeOpenAI, tmp_path: Path) -> None:
+    fake.finish_reason = "abort"
+    result = pipe(fake.url, tmp_path)
+    assert (result.returncode, result.stdout) == (1, "Hello there.\n")
+    assert result.stderr == "pagemill chat: The server broke the reply off before it was complete.\n"
+
+
+def test_a_reply_that_was_broken_off_is_called_so_and_stays_in_the_conversation(fake: FakeOpenAI, terminal: Terminal) -> None:
+    fake.finish_reason = "abort"
+    terminal.see("> ")
+    terminal.type("First\n")
+    terminal.see("The server broke the reply off before it was complete.")
+    fake.finish_reason = "stop"
+    terminal.type("Second\n")
+    terminal.see("Hello there.", times=2)
+    assert [message["content"] for message in fake.requests[1]["messages"]] == ["First", "Hello there.", "Second"]
+    assert terminal.leave() == 0
 
 
 def test_a_server_that_still_loads_is_waited_for_with_its_progress(fake: FakeOpenAI, tmp_path: Path) -> None:

@@ -304,6 +304,7 @@ def test_errors_are_told_kindly_and_can_be_retried(page: Page, fake: FakeOpenAI,
     page.goto(fake.url)
     say(page, "Hello")
     expect(page.locator("#problem-text")).to_contain_text(words)
+    expect(page.locator("#announcer")).to_have_text("Not complete")
     fake.refusal = None
     page.click("#problem-retry")
     expect(finished_reply(page).locator(".text")).to_have_text("Hello there.")
@@ -317,6 +318,16 @@ def test_an_error_in_the_stream_keeps_what_was_said(page: Page, fake: FakeOpenAI
     expect(page.locator("#problem-text")).to_have_text("The worker died.")
     expect(finished_reply(page).locator(".text")).to_have_text("Hello")
     expect(page.locator(".note")).to_have_text("Not complete")
+
+
+def test_a_reply_that_a_stopping_server_broke_off_is_not_called_complete(page: Page, fake: FakeOpenAI) -> None:
+    fake.finish_reason = "abort"
+    page.goto(fake.url)
+    say(page, "Hello")
+    expect(page.locator("#problem-text")).to_have_text("The server broke the reply off before it was complete.")
+    expect(finished_reply(page).locator(".text")).to_have_text("Hello there.")
+    expect(page.locator(".note")).to_have_text("Not complete")
+    expect(page.locator("#announcer")).to_have_text("Not complete")
 
 
 def test_stop_and_escape_break_the_connection(page: Page, fake: FakeOpenAI) -> None:

@@ -15,16 +15,22 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from pagemill.preemption_report import PreemptionReport
+from pagemill.preemption_report import PreemptionReport, concerns
 from tests.helpers.server import ROOT, Server, running_server, wait_for
 
 REQUESTS = 4
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Four requests of 9 blocks each have been through a pool of 20."""
-    with running_server("--num-blocks", "20", "--block-size", "16") as server, httpx.Client(base_url=server.url, timeout=120) as client:
+def started() -> Iterator[Server]:
+    with running_server("--num-blocks", "20", "--block-size", "16") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reply_ids(started: Server) -> list[str]:
+    """Of four requests of 9 blocks each that have been through a pool of 20."""
+    with httpx.Client(base_url=started.url, timeout=120) as client:
 
         def complete(number: int) -> httpx.Response:
             prompt = [number * 10 + 20 + index % 7 for index in range(64)]
@@ -33,7 +39,13 @@ def server() -> Iterator[Server]:
         with ThreadPoolExecutor(REQUESTS) as pool:
             replies = list(pool.map(complete, range(REQUESTS)))
         assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [80] * REQUESTS
-        yield server
+    return [reply.json()["id"] for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def server(started: Server, reply_ids: list[str]) -> Server:
+    """It has decided who yields."""
+    return started
 
 
 def preemptions(server: Server) -> dict[str, int]:
@@ -55,6 +67,12 @@ def test_what_is_counted_is_what_was_decided(server: Server) -> None:
     wait_for(lambda: report(server).preemptions == dict(stopped), 10.0, lambda: "the report lags")
     assert [decision.number for decision in made] == list(range(1, len(made) + 1))
     assert [decision.at_s for decision in made] == sorted(decision.at_s for decision in made)
+
+
+def test_a_request_is_known_by_the_id_that_its_client_saw(server: Server, reply_ids: list[str]) -> None:
+    made = report(server).decisions
+    known = [name for name in reply_ids if any(concerns(decision, name) for decision in made)]
+    assert known, f"{reply_ids} are not in {made}"
 
 
 def test_every_decision_is_told_and_every_sequence_that_yielded_has_its_line(server: Server) -> None:

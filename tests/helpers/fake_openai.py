@@ -39,6 +39,7 @@ class FakeOpenAI:
     endless: bool = False  #: says the reply again and again
     refusal: tuple[int, str, str] | None = None  #: status, code, message
     break_after: int | None = None  #: pieces before an error event
+    finish_reason: str = "stop"  #: of a reply that came to its end
     preemptions: bytes = b'{"now_s":1.0,"decisions":[]}'  #: body of /debug/preemptions
     limits: list[str] = field(default_factory=list)  #: asked of it
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -97,7 +98,7 @@ class FakeOpenAI:
                 yield _event({"choices": [choice], "usage": usage})
                 number += 1
             else:
-                yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+                yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]})
                 yield _event({"choices": [], "usage": usage})
             yield "data: [DONE]\n\n"
         except asyncio.CancelledError:

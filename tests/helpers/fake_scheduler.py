@@ -107,7 +107,7 @@ def decision(number: int = 1, victims: tuple[VictimPrice, ...] = (), **changes: 
         "at_s": 100.0 + number / 4,
         "step": 10 * number,
         "reason": "growth",
-        "request_id": "cmpl-first",
+        "request_id": "first",
         "seq_id": 1,
         "blocks_wanted": 1,
         "out_bytes_s": 4e9,
@@ -121,7 +121,7 @@ def decision(number: int = 1, victims: tuple[VictimPrice, ...] = (), **changes: 
     return Decision(**(fields | changes))
 
 
-def victim(request_id: str = "cmpl-second", **changes: Any) -> VictimPrice:
+def victim(request_id: str = "second", **changes: Any) -> VictimPrice:
     """A running sequence that was swapped, for it was ten times cheaper."""
     fields: dict[str, Any] = {
         "request_id": request_id,

@@ -19,7 +19,7 @@ from tests.helpers.fake_scheduler import decision, victim
 from tests.helpers.frontend_server import running_frontend
 from tests.helpers.server import ROOT
 
-DECISIONS = [decision(1, (victim(),)), decision(2, (victim("cmpl-third", kind="recompute"),), reason="start"), decision(3, (victim(),))]
+DECISIONS = [decision(1, (victim(),)), decision(2, (victim("third", kind="recompute"),), reason="start"), decision(3, (victim(),))]
 REPORT = PreemptionReport(103.75, DECISIONS, {"swap/growth": 7})
 
 
@@ -52,7 +52,7 @@ def test_decisions_are_told_oldest_first_and_summed_up(server: FakeOpenAI, capsy
         "Decision 3, step 30, 3.0 s ago",
         "3 decisions (growth 2, start 1).",
     ]
-    assert "cmpl-third (sequence 2), running" in paragraphs[1]
+    assert "third (sequence 2), running" in paragraphs[1]
     assert server.limits == ["20"]
 
 
@@ -76,6 +76,13 @@ def test_one_request_is_searched_for_in_all_that_the_server_keeps(server: FakeOp
     assert explain(server.url, "--request", "cmpl-\x1b[2J") == 0
     assert capsys.readouterr().out == "None of the decisions that the server still keeps is about 'cmpl-\\x1b[2J'.\n"
     assert server.limits == ["1000", "1000", "1000"]
+
+
+@pytest.mark.parametrize("name", ["ab12", "cmpl-ab12", "chatcmpl-ab12"])
+def test_a_request_is_found_by_its_own_id_and_by_that_of_its_reply(name: str, server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    server.preemptions = msgspec.json.encode(PreemptionReport(103.75, [*DECISIONS, decision(4, (victim(),), request_id="ab12")]))
+    assert explain(server.url, "--request", name) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Decision")] == ["Decision 4, step 40, 2.8 s ago"]
 
 
 def test_a_part_of_all_decisions_is_called_one(server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:

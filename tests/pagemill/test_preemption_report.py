@@ -21,13 +21,13 @@ def outcome(made: Decision) -> str:
 
 
 def test_a_decision_says_for_whom_who_could_who_did_and_what_the_prices_come_from() -> None:
-    alone = victim("cmpl-third", seq_id=3, kind="keep", yielded=False, freed=0, blocks_to_copy=1, was_running=False)
+    alone = victim("third", seq_id=3, kind="keep", yielded=False, freed=0, blocks_to_copy=1, was_running=False)
     made = decision(1, (victim(), alone), backlog_bytes=12_000_000)
     assert told(made) == [
-        "cmpl-first (sequence 1) was running and needed 1 block to go on. 1 of 2 sequences looked at yielded and freed 4 blocks.",
-        "  cmpl-second (sequence 2), running, 12 blocks to free: swap 30.2 ms (4 blocks to copy), recompute 302 ms (187 tokens). "
+        "first (sequence 1) was running and needed 1 block to go on. 1 of 2 sequences looked at yielded and freed 4 blocks.",
+        "  second (sequence 2), running, 12 blocks to free: swap 30.2 ms (4 blocks to copy), recompute 302 ms (187 tokens). "
         "Stopped running, swapped 4 blocks (4 MB): 10 times cheaper than to recompute.",
-        "  cmpl-third (sequence 3), not running, 12 blocks to free: swap 30.2 ms (1 block to copy), recompute 302 ms (187 tokens). Left alone.",
+        "  third (sequence 3), not running, 12 blocks to free: swap 30.2 ms (1 block to copy), recompute 302 ms (187 tokens). Left alone.",
         "  Rates: 4 GB/s out, 3.5 GB/s in, prefill of 620 tokens/s; 12 MB queued on the link; 40 swap slots left.",
     ]
     assert [line.kind for line in paragraph(made)] == [None, "swap", "keep", None]
@@ -40,10 +40,10 @@ def test_a_heading_says_how_long_ago_it_was() -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("growth", "cmpl-first (sequence 1) was running and needed 3 blocks to go on."),
-        ("start", "cmpl-first (sequence 1) was to start, or to resume, and needed 3 blocks."),
-        ("seat", "cmpl-first (sequence 1) was to run, and every seat was taken."),
-        ("forced", "It was asked for, on behalf of cmpl-first (sequence 1): 3 blocks to be freed."),
+        ("growth", "first (sequence 1) was running and needed 3 blocks to go on."),
+        ("start", "first (sequence 1) was to start, or to resume, and needed 3 blocks."),
+        ("seat", "first (sequence 1) was to run, and every seat was taken."),
+        ("forced", "It was asked for, on behalf of first (sequence 1): 3 blocks to be freed."),
     ],
 )
 def test_every_reason_has_words(reason: str, words: str) -> None:
@@ -78,7 +78,7 @@ def test_the_way_taken_is_justified_by_its_price(changes: dict[str, Any], words:
 def test_a_seat_is_given_up_with_nothing_freed() -> None:
     seat = victim(kind="keep", blocks=0, blocks_to_copy=0, tokens=0, swap_s=None, recompute_s=0.0, freed=0)
     made = decision(1, (seat,), reason="seat", blocks_wanted=0)
-    assert told(made)[1] == "  cmpl-second (sequence 2), running, nothing of its own to free. Stopped running, kept its blocks."
+    assert told(made)[1] == "  second (sequence 2), running, nothing of its own to free. Stopped running, kept its blocks."
 
 
 def test_what_was_asked_for_is_called_so() -> None:
@@ -98,8 +98,15 @@ def test_a_name_cannot_steer_the_terminal() -> None:
 
 
 def test_a_request_is_concerned_if_it_wanted_room_or_was_looked_at() -> None:
-    made = decision(1, (victim(), victim("cmpl-third")))
-    assert [concerns(made, name) for name in ("cmpl-first", "cmpl-third", "cmpl-fourth", "")] == [True, True, False, False]
+    made = decision(1, (victim(), victim("third")))
+    assert [concerns(made, name) for name in ("first", "third", "fourth", "")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["ab12", "cmpl-ab12", "chatcmpl-ab12"])
+def test_a_request_may_be_called_by_the_id_of_its_reply(name: str) -> None:
+    assert concerns(decision(1, (victim(),), request_id="ab12"), name)
+    assert concerns(decision(1, (victim("ab12"),)), name)
+    assert not concerns(decision(1, (victim(),)), name)
 
 
 def test_the_summary_counts_by_kind_and_reason_and_gives_the_bytes() -> None:

@@ -91,6 +91,25 @@ def test_a_file_that_cannot_be_read_changes_nothing() -> None:
     assert world.settings == []
 
 
+@pytest.mark.parametrize(
+    ("running", "wanted", "says"),
+    [
+        ({"log_requests": True}, {"log_level": "warning"}, "--log-requests writes at level info, which --log-level warning leaves out"),
+        ({"log_requests": True}, {"log_requests": False, "log_level": "error"}, "--log-requests writes at level info"),  # it goes on until a restart
+        ({"frontends": 4}, {"max_connections": 1}, "--max-connections 1 is less than one for each of --frontends 4"),
+    ],
+)
+def test_a_setting_that_one_in_force_makes_void_is_refused_and_changes_nothing(running: dict[str, object], wanted: dict[str, object], says: str) -> None:
+    world = World(**running)
+    reloader = world.reloader()
+    before = (reloader.options, reloader.settings)
+    world.change(**wanted)
+    with pytest.raises(UsageError, match=says):
+        reloader.reload(world.make_specs)
+    assert (reloader.options, reloader.settings) == before
+    assert world.settings == []
+
+
 def test_the_last_key_of_a_server_that_others_reach_cannot_be_taken_away() -> None:
     world = World()
     world.api_keys = ("key",)

@@ -16,12 +16,12 @@ PATH = "/debug/preemptions"
 
 
 def test_decisions_are_shown_with_the_names_and_prices_they_were_made_with(frontend: RunningFrontend) -> None:
-    made = decision(3, (victim(), victim("cmpl-third", kind="keep", yielded=False, freed=0, swap_s=None)), reason="start")
+    made = decision(3, (victim(), victim("third", kind="keep", yielded=False, freed=0, swap_s=None)), reason="start")
     frontend.scheduler.decisions = [made]
     response = frontend.client.get(PATH)
     assert response.headers["Content-Type"] == "application/json"
     (shown,) = response.json()["decisions"]
-    assert (shown["number"], shown["reason"], shown["request_id"]) == (3, "start", "cmpl-first")
+    assert (shown["number"], shown["reason"], shown["request_id"]) == (3, "start", "first")
     assert [price["swap_s"] for price in shown["victims"]] == [0.0302, None]
     assert msgspec.json.decode(response.content, type=PreemptionReport).decisions == [made]
 
