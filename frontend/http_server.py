@@ -96,6 +96,11 @@ class HttpServer(uvicorn.Server):
     def num_refused_connections(self) -> int:
         return self.limit.num_refused
 
+    @property
+    def has_unsent(self) -> bool:
+        """Some client has not yet taken all that was written to it, be it by a response that has ended."""
+        return any(connection.transport.get_write_buffer_size() for connection in self.server_state.connections)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

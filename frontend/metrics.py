@@ -203,7 +203,7 @@ class _RequestMetrics:
         if record.prefill_s is not None and record.decode_s is not None:
             self.inference.observe(record.prefill_s + record.decode_s)
         unfinished = record.n * record.num_prompts - len(record.finish_reasons)
-        for reason in [*record.finish_reasons, *["abort"] * unfinished]:
+        for reason in [*record.finish_reasons, *["error" if record.outcome == "error" else "abort"] * unfinished]:
             self.choices.labels(reason).inc()
         for times in record.choices.values():
             self.itl.observe_all(times.gaps)

@@ -1,8 +1,8 @@
 """The frontend process: one event loop with the HTTP server, the engine and the launcher's control socket.
 
 It serves from the first moment, though with 503 until the tokenizer is loaded and the scheduler is ready; then it says
-`Ready`. Other processes come and go while it serves. `Drain` ends it: new requests are refused, running ones may finish in
-the time given, the rest get their last chunk. This module must not know what requests are.
+`Ready`. Other processes come and go while it serves. `Drain` ends it: new requests are refused, running ones may finish and
+be sent in the time given, the rest get their last chunk. This module must not know what requests are.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ log = get_logger("frontend.process")
 _ALIVE_S = 0.5
 #: A frontend that replaces another begins to listen when it is ready, or after this time.
 _TAKE_OVER_S = 2.0
+#: While it drains, how often it looks whether everything has been sent.
+_LOOK_S = 0.05
 
 
 def run(child: Child[FrontendConfig]) -> None:
@@ -173,12 +175,21 @@ class FrontendProcess:
         asyncio.get_running_loop().remove_reader(self._child.control.fileno())
 
     async def _drain(self, timeout_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
         self._readiness.drain()
         # Less time may have been given meanwhile, and what was left has then been ended already.
         if not await self._engine.wait_idle(timeout_s) and self._engine.num_sequences:
             log.info("drain_timed_out", sequences=self._engine.num_sequences)
             self._engine.end_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._wait_until_sent()
         self._server.should_exit = True
+
+    async def _wait_until_sent(self) -> None:
+        """A reply has its end here long before a slow client has it. Whoever only asks or uploads is not waited for."""
+        while self._services.ledger.is_generating or self._server.has_unsent:
+            await asyncio.sleep(_LOOK_S)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         """Runs in the background; what goes wrong in there ends the process."""

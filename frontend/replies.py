@@ -123,12 +123,17 @@ class EventStream(Response):
             usage = form.usage(generation)
             yield sse.events([usage] if usage is not None else []) + sse.DONE
         except ApiError as error:
-            yield sse.events([error.body]) + sse.DONE
+            yield self._last_events(error)
         except ClientGoneError:
             raise
         except Exception:
             log.exception("stream_failed", request_id=generation.record.request_id)
-            yield sse.events([internal_error().body]) + sse.DONE
+            yield self._last_events(internal_error())
+
+    def _last_events(self, error: ApiError) -> bytes:
+        """The status has been sent, so that events alone tell the client, and the record alone the operator."""
+        self._generation.record.cut_short(error.code, error.status)
+        return sse.events([error.body]) + sse.DONE
 
     def _chunks(self, deltas: list[Delta]) -> Iterator[bytes]:
         for delta in deltas:

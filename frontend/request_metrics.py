@@ -96,6 +96,7 @@ class RequestRecord:
     submitted: float | None = None  #: when its sequences went to the scheduler
     choices: dict[int, ChoiceTimes] = field(default_factory=dict)
     refusal: str | None = None  #: from the fixed catalogue of error codes
+    has_failed: bool = False  #: by the server's fault, which the status may not show
     status: int = 0  #: 0 until closed
     end: float | None = None
     _cached: dict[int, int] = field(default_factory=dict)
@@ -150,6 +151,11 @@ class RequestRecord:
         """The request is turned away with this error code; the first one stands."""
         self.refusal = self.refusal or code
 
+    def cut_short(self, code: str, status: int) -> None:
+        """A response that has begun ends with this error. `status` is what it would have had before; the client has another."""
+        self.has_failed = status == 500
+        self.refuse(code)
+
     # --- what follows from them ---------------------------------------------------------------------------
 
     @property
@@ -177,6 +183,8 @@ class RequestRecord:
     @property
     def outcome(self) -> Outcome:
         """Exactly one per closed request: the sum over outcomes and what is in flight is what arrived."""
+        if self.has_failed:
+            return "error"
         if self.num_output_tokens == 0 and (self.refusal is not None or (self.status >= 400 and self.status != CLIENT_CLOSED)):
             return "refused" if self.status < 500 or self.status == 503 else "error"
         if self.status == CLIENT_CLOSED:
@@ -254,11 +262,20 @@ class RequestLedger:
         self._clock = clock
         self._log: FilteringBoundLogger = structlog.get_logger("frontend.request")
         self._known_names: set[str] = set()
-        self.num_in_flight = 0
+        self._open: set[RequestRecord] = set()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_generating(self) -> bool:
+        """A request was handed to the scheduler, and its response has not ended."""
+        return any(record.generates for record in self._open)
 
     def open(self, *, method: str, endpoint: str, request_id: str) -> RequestRecord:
         record = RequestRecord(method=method, endpoint=endpoint, request_id=request_id, arrival=self._clock(), clock=self._clock)
-        self.num_in_flight += 1
+        self._open.add(record)
         self._observer.request_received(record)
         return record
 
@@ -268,7 +285,7 @@ class RequestLedger:
             return
         record.status = status
         record.end = self._clock()
-        self.num_in_flight -= 1
+        self._open.discard(record)
         self._observer.request_finished(record)
         self._write_line(record)
 

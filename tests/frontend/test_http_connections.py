@@ -89,6 +89,28 @@ def test_what_waits_behind_a_request_costs_as_little_at_the_end_as_at_first() ->
     assert min(seconds[-4:]) < 4 * max(seconds[:2])  # copies would take ten times as long
 
 
+def test_what_a_client_has_not_taken_is_unsent_though_its_response_has_ended() -> None:
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (1 << 24))]})
+        await send({"type": "http.response.body", "body": bytes(1 << 24)})
+
+    async def read_late() -> list[bool]:
+        async with bare_server(answers) as (server, address):
+            reader, writer = await asyncio.open_connection(*address)
+            seen = [server.has_unsent]
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await the_connection_of(server, lambda protocol: protocol.cycle is not None and protocol.cycle.response_complete)
+            seen.append(server.has_unsent)
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(1 << 24)
+            while server.has_unsent:
+                await asyncio.sleep(0)
+            writer.close()
+            return seen
+
+    assert run(read_late()) == [False, True]
+
+
 def test_of_a_connection_that_its_client_broke_off_no_timer_is_left() -> None:
     async def answers(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -23,12 +24,16 @@ from pagemill.control import ControlSocket, control_pair
 from pagemill.messages.control import Alive, ChildToLauncher, Drain, Failed, LauncherToChild, PeerLost, PeerUp, Progress, Ready, Reload, Start
 from pagemill.messages.frontend import AddRequest
 from tests.helpers.event_stream import Stream, parse
-from tests.helpers.fake_scheduler import TOKEN, FakeScheduler, Step
+from tests.helpers.fake_scheduler import TOKEN, FakeScheduler, Step, logprobs_of
 from tests.helpers.frontend_server import frontend_config
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 TIMEOUT_S = 30.0
+#: More than any buffer on the way takes.
+LARGE: dict[str, Any] = {"messages": HELLO, "n": 16, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
+#: An upload may last for ever, and connections get no time at all once the server closes, which is after that of a drain.
+LIMITS = {"body.BODY_TIMEOUT_S": 3600, "http_server.SHUTDOWN_TIMEOUT_S": 0}
 
 
 @dataclass
@@ -53,8 +58,39 @@ class Process:
             pass
         return response
 
+    def wait_for_signs_of_life(self) -> None:
+        """Two from now on, between which there is time to end."""
+        self.control.socket.setblocking(False)
+        with suppress(BlockingIOError):
+            while self.control.receive() is not None:
+                pass
+        self.control.socket.settimeout(TIMEOUT_S)
+        for _ in range(2):
+            assert isinstance(self.control.receive(), Alive)
+
     def stream(self) -> StreamReader:
         return StreamReader(f"{self.client.base_url}{CHAT}")
+
+    def post_raw(self, body: dict[str, Any]) -> socket.socket:
+        """Sends a request on a socket that takes little unless it is read."""
+        data = json.dumps(body).encode()
+        connection = self._connect()
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(data), data))
+        return connection
+
+    def begin_upload(self) -> socket.socket:
+        """Of a body that is waited for and does not come."""
+        connection = self._connect()
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 100 ")
+        return connection
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(TIMEOUT_S)
+        connection.connect((self.client.base_url.host, self.client.base_url.port))
+        return connection
 
 
 class StreamReader(threading.Thread):
@@ -82,12 +118,17 @@ class StreamReader(threading.Thread):
 
 
 @contextmanager
-def frontend_process(config: FrontendConfig, injections: tuple[str, ...] = (), index: int = 0) -> Iterator[Process]:
+def frontend_process(
+    config: FrontendConfig, injections: tuple[str, ...] = (), index: int = 0, constants: Mapping[str, float] | None = None
+) -> Iterator[Process]:
+    """`constants` of the frontend's modules have other values in there."""
+    changes = "; ".join(f"frontend.{name} = {value!r}" for name, value in (constants or {}).items())
+    code = f"import frontend.__main__, frontend.body, frontend.http_server, frontend.whole_reply; {changes}; frontend.__main__.main()"
     ours, theirs = control_pair()
     ours.settimeout(TIMEOUT_S)
     listener = socket.create_server(("127.0.0.1", 0))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "frontend", "--control-fd", str(theirs.fileno())],
+        [sys.executable, "-P", *(("-c", code) if constants else ("-m", "frontend")), "--control-fd", str(theirs.fileno())],
         pass_fds=(theirs.fileno(), listener.fileno()),
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdin=subprocess.DEVNULL,
@@ -113,6 +154,35 @@ def raw(config: FrontendConfig) -> msgspec.Raw:
 def begun(_: AddRequest) -> list[Step]:
     """One token, then nothing for ever."""
     return [Step((40,)), *[Step()] * 1_000_000]
+
+
+def at_once(request: AddRequest) -> list[Step]:
+    """All tokens in one output, with much beside each."""
+    number = request.limits.max_tokens
+    return [Step((40,) * number, "length", logprobs=(logprobs_of(-1.0, dict.fromkeys(range(20), -1.0)),) * number)]
+
+
+@contextmanager
+def unread_reply(constants: Mapping[str, float], *, stream: bool = False) -> Iterator[tuple[Process, socket.socket, bytes]]:
+    """A draining frontend, and a client that has read the beginning of a large reply which had its end before. Once the server closes, no time is left."""
+    with FakeScheduler(at_once) as scheduler, frontend_process(frontend_config(), constants=LIMITS | dict(constants)) as frontend:
+        frontend.meet(scheduler)
+        assert isinstance(frontend.receive(), Ready)
+        with frontend.begin_upload(), frontend.post_raw(LARGE | {"stream": stream}) as connection:
+            begin = connection.recv(64)
+            scheduler.wait_idle()
+            frontend.control.send(Drain(timeout_s=3600.0))
+            assert frontend.wait_for_status("/readyz", 503).json() == {"status": "draining"}
+            yield frontend, connection, begin
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """Everything up to the connection's end, be it orderly or a reset."""
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            received += piece
+    return bytes(received)
 
 
 def test_it_serves_before_it_is_ready_and_drains_with_a_last_chunk() -> None:
@@ -150,6 +220,37 @@ def test_running_requests_may_finish_in_the_time_given() -> None:
         scheduler.gate.set()
         waiting.join(TIMEOUT_S)
         assert answers[0].json()["choices"][0]["finish_reason"] == "length"
+        assert frontend.process.wait(TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("stream", "constants"),
+    [(True, {}), (False, {}), (False, {"whole_reply.BLOCK_BYTES": 1 << 30})],
+    ids=["streamed", "buffered", "handed over at once"],
+)
+def test_a_slow_client_has_all_the_time_of_a_drain_and_an_upload_has_none(stream: bool, constants: dict[str, float]) -> None:
+    with unread_reply(constants, stream=stream) as (frontend, connection, begin):
+        frontend.wait_for_signs_of_life()
+        reply = begin + read_to_end(connection)
+        assert frontend.process.wait(TIMEOUT_S) == 0
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    if stream:
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        assert f"content-length: {len(body)}\r\n".encode() in head + b"\r\n"
+        assert len(json.loads(body)["choices"]) == LARGE["n"]
+
+
+def test_a_second_drain_leaves_a_slow_client_no_more_time_than_it_says() -> None:
+    with unread_reply({}) as (frontend, connection, _):
+        frontend.control.send(Drain(timeout_s=0.0))
+        assert frontend.process.wait(TIMEOUT_S) == 0
+        assert not read_to_end(connection).endswith(b"}")
+
+
+def test_a_drain_does_not_wait_for_a_client_that_takes_nothing() -> None:
+    with unread_reply({"http_server.WRITE_TIMEOUT_S": 1.0}) as (frontend, _, _):
         assert frontend.process.wait(TIMEOUT_S) == 0
 
 

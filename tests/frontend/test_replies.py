@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -247,11 +248,57 @@ def test_an_unexpected_exception_in_a_stream_is_an_event_without_details(fronten
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr("frontend.reply_format.ChunkWriter.usage", explode)
+    before = counts_of_ends(frontend)
     stream = parse_response(frontend.post(PATH, messages=HELLO, max_tokens=2, stream=True))
     assert stream.error is not None
     assert stream.error["code"] == "internal_error"
     assert stream.done
     assert "secret" not in str(stream.chunks)
+    assert (counts_of_ends(frontend) - before)[f'pagemill_requests_finished_total{{endpoint="{PATH}",reason="error",status="200"}}'] == 1
+
+
+def counts_of_ends(frontend: RunningFrontend) -> Counter[str]:
+    """What the metrics say of requests and choices that have ended, once all have."""
+    frontend.wait_until(lambda: frontend.services.ledger.num_in_flight == 0, "a request goes on")
+    families = ("pagemill_requests_finished_total", "pagemill_requests_refused_total", "pagemill_choices_finished_total")
+    lines = b"".join(frontend.services.metrics.scrape()).decode().splitlines()
+    return Counter({name: int(float(number)) for name, number in (line.rsplit(" ", 1) for line in lines if line.startswith(families))})
+
+
+def counts_of_a_stream_that_has_begun(frontend: RunningFrontend, then: list[Step] | Refuse) -> tuple[str, dict[str, int]]:
+    """The code of the error that it ends with, and what was counted for it."""
+    begun = threading.Event()
+
+    def wait_for_begin(_: AddRequest) -> list[Step] | Refuse:
+        assert begun.wait(DEADLINE_S)
+        return then
+
+    frontend.scheduler.script = wait_for_begin
+    before = counts_of_ends(frontend)
+    with frontend.client.stream("POST", PATH, json={"messages": HELLO, "stream": True}) as response:
+        assert response.status_code == 200
+        begun.set()
+        stream = parse("".join(response.iter_text()))
+    assert stream.done
+    assert stream.error is not None
+    return stream.error["code"], dict(counts_of_ends(frontend) - before)
+
+
+def test_a_refusal_counts_as_one_though_its_stream_has_begun(frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "PATIENCE_S", 0.02)
+    counts = {f'pagemill_requests_refused_total{{endpoint="{PATH}",reason="queue_timeout",status="200"}}': 1}
+    assert counts_of_a_stream_that_has_begun(frontend, Refuse("queue_timeout", 0, 30_000)) == ("queue_timeout", counts)
+
+
+@pytest.mark.parametrize("tokens", [[], [Step((40,))]], ids=["before the first token", "after it"])
+def test_a_failure_of_a_stream_is_not_its_client_s_abort(tokens: list[Step], frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "PATIENCE_S", 0.02)
+    a_gap = [*tokens, Step((41,), skip=1), *[Step()] * 100_000]
+    counts = {
+        f'pagemill_requests_finished_total{{endpoint="{PATH}",reason="error",status="200"}}': 1,
+        'pagemill_choices_finished_total{reason="error"}': 1,
+    }
+    assert counts_of_a_stream_that_has_begun(frontend, a_gap) == ("internal_error", counts)
 
 
 def test_outputs_that_come_twice_are_said_once(frontend: RunningFrontend) -> None:

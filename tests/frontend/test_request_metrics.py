@@ -187,6 +187,47 @@ def test_every_end_has_one_outcome_and_a_reason(bench: Bench, status: int, code:
     assert (record.outcome, record.reason) == (outcome, reason)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "num_tokens", "outcome", "reason", "level"),
+    [
+        (429, "queue_timeout", 0, "refused", "queue_timeout", "info"),
+        (503, "too_slow", 1, "abort", "abort", "info"),
+        (500, "internal_error", 0, "error", "error", "error"),
+        (500, "internal_error", 1, "error", "error", "error"),
+    ],
+)
+def test_an_error_in_a_response_that_has_begun_counts_though_its_status_was_good(
+    bench: Bench, status: int, code: str, num_tokens: int, outcome: str, reason: str, level: str
+) -> None:
+    record = bench.generating()
+    if num_tokens:
+        record.observe(0, output(num_tokens))
+    record.cut_short(code, status)
+    line = bench.line(record)
+    assert (record.outcome, record.reason) == (outcome, reason)
+    assert (line["status"], line["outcome"], line["log_level"], line.get("refused")) == (200, outcome, level, code if outcome == "refused" else None)
+
+
+def test_the_server_s_failure_outweighs_that_all_choices_had_ended(bench: Bench) -> None:
+    record = bench.generating()
+    record.observe(0, output(1, "length"))
+    record.cut_short("internal_error", 500)
+    bench.ledger.close(record, 200)
+    assert record.outcome == "error"
+
+
+def test_a_request_generates_from_its_submission_to_its_end(bench: Bench) -> None:
+    bench.open()  # goes on reading its body
+    record = bench.open()
+    seen = [bench.ledger.is_generating]
+    record.describe(stream=True, n=1, max_tokens=8, num_prompt_tokens=10)
+    record.observe(0, output(1, "length"))
+    seen.append(bench.ledger.is_generating)
+    bench.ledger.close(record, 200)
+    assert [*seen, bench.ledger.is_generating] == [False, True, False]
+    assert bench.ledger.num_in_flight == 1
+
+
 def test_closing_twice_counts_once(bench: Bench) -> None:
     record = bench.open()
     assert bench.ledger.num_in_flight == 1
