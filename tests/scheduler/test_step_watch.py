@@ -53,7 +53,8 @@ def test_after_a_restart_nothing_is_on_the_clock() -> None:
 
 
 def copying_plan(number: int, *transfer_ids: int, num_tokens: int = 0) -> Plan:
-    return Plan(1, PlanId(number), plan(number, num_tokens).slices, tuple(Transfer(transfer_id, "device", 0, "arena", 0, NO_PLAN) for transfer_id in transfer_ids), ())
+    transfers = tuple(Transfer(transfer_id, "device", 0, "arena", 0, NO_PLAN) for transfer_id in transfer_ids)
+    return Plan(1, PlanId(number), plan(number, num_tokens).slices, transfers, ())
 
 
 def test_copies_that_do_not_get_on_are_late_and_those_that_do_are_not() -> None:
