@@ -26,6 +26,7 @@ from pagemill.messages.frontend import AddRequest
 from tests.helpers.event_stream import Stream, parse
 from tests.helpers.fake_scheduler import TOKEN, FakeScheduler, Step, logprobs_of
 from tests.helpers.frontend_server import frontend_config
+from tests.helpers.raw_http import connect, post_raw, read_to_end
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -71,26 +72,16 @@ class Process:
     def stream(self) -> StreamReader:
         return StreamReader(f"{self.client.base_url}{CHAT}")
 
-    def post_raw(self, body: dict[str, Any]) -> socket.socket:
-        """Sends a request on a socket that takes little unless it is read."""
-        data = json.dumps(body).encode()
-        connection = self._connect()
-        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(data), data))
-        return connection
-
     def begin_upload(self) -> socket.socket:
         """Of a body that is waited for and does not come."""
-        connection = self._connect()
+        connection = connect(self.port)
         connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n" % CHAT.encode())
         assert connection.recv(64).startswith(b"HTTP/1.1 100 ")
         return connection
 
-    def _connect(self) -> socket.socket:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(TIMEOUT_S)
-        connection.connect((self.client.base_url.host, self.client.base_url.port))
-        return connection
+    @property
+    def port(self) -> int:
+        return self.client.base_url.port or 0
 
 
 class StreamReader(threading.Thread):
@@ -168,21 +159,12 @@ def unread_reply(constants: Mapping[str, float], *, stream: bool = False) -> Ite
     with FakeScheduler(at_once) as scheduler, frontend_process(frontend_config(), constants=LIMITS | dict(constants)) as frontend:
         frontend.meet(scheduler)
         assert isinstance(frontend.receive(), Ready)
-        with frontend.begin_upload(), frontend.post_raw(LARGE | {"stream": stream}) as connection:
+        with frontend.begin_upload(), post_raw(frontend.port, CHAT, LARGE | {"stream": stream}, receive_buffer=4096) as connection:
             begin = connection.recv(64)
             scheduler.wait_idle()
             frontend.control.send(Drain(timeout_s=3600.0))
             assert frontend.wait_for_status("/readyz", 503).json() == {"status": "draining"}
             yield frontend, connection, begin
-
-
-def read_to_end(connection: socket.socket) -> bytes:
-    """Everything up to the connection's end, be it orderly or a reset."""
-    received = bytearray()
-    with suppress(ConnectionResetError):
-        while piece := connection.recv(65536):
-            received += piece
-    return bytes(received)
 
 
 def test_it_serves_before_it_is_ready_and_drains_with_a_last_chunk() -> None:

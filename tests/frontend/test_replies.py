@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from pagemill.messages.frontend import AbortRequest, AddRequest, FinishRequest
 from tests.helpers.event_stream import parse, parse_response
 from tests.helpers.fake_scheduler import DEADLINE_S, Refuse, Step, counting, logprobs_of
 from tests.helpers.frontend_server import RunningFrontend
+from tests.helpers.raw_http import post_raw, read_to_end
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -37,34 +36,10 @@ LOGPROBS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def post_raw(port: int, body: dict[str, object], *, receive_buffer: int | None = None) -> socket.socket:
-    """Sends a request on a socket of its own, of which the test decides how it is read and closed."""
-    connection = socket.socket()
-    if receive_buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(DEADLINE_S)
-    connection.connect(("127.0.0.1", port))
-    data = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
-
-
-def read_to_end(connection: socket.socket) -> bytes:
-    """Everything up to the connection's end, be it orderly or a reset."""
-    received = b""
-    try:
-        while piece := connection.recv(65536):
-            received += piece
-    except ConnectionResetError:
-        pass
-    return received
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_client_that_leaves_a_stream_ends_its_sequences(n: int, frontend: RunningFrontend) -> None:
     frontend.scheduler.script = lambda _: list(ENDLESS)
-    with post_raw(frontend.port, {"messages": HELLO, "stream": True, "n": n}) as connection:
+    with post_raw(frontend.port, PATH, {"messages": HELLO, "stream": True, "n": n}) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     frontend.scheduler.wait_for(AbortRequest, count=n)
     frontend.scheduler.wait_idle()
@@ -72,7 +47,7 @@ def test_a_client_that_leaves_a_stream_ends_its_sequences(n: int, frontend: Runn
 
 def test_a_client_that_leaves_before_its_buffered_reply_ends_its_sequences(frontend: RunningFrontend) -> None:
     frontend.scheduler.script = lambda _: [Step()] * 100_000
-    with post_raw(frontend.port, {"messages": HELLO, "n": 2}):
+    with post_raw(frontend.port, PATH, {"messages": HELLO, "n": 2}):
         frontend.scheduler.wait_for(AddRequest, count=2)
     frontend.scheduler.wait_for(AbortRequest, count=2)
 
@@ -80,7 +55,7 @@ def test_a_client_that_leaves_before_its_buffered_reply_ends_its_sequences(front
 def test_many_clients_that_leave_leave_nothing_behind(frontend: RunningFrontend) -> None:
     frontend.scheduler.script = lambda _: list(ENDLESS[:2000])
     for _ in range(100):
-        with post_raw(frontend.port, {"messages": HELLO, "stream": True}) as connection:
+        with post_raw(frontend.port, PATH, {"messages": HELLO, "stream": True}) as connection:
             connection.recv(1)
     frontend.scheduler.wait_for(AbortRequest, count=100)
     assert frontend.services.engine.num_sequences == 0
@@ -89,7 +64,7 @@ def test_many_clients_that_leave_leave_nothing_behind(frontend: RunningFrontend)
 def test_a_client_that_does_not_read_is_cut_and_its_sequence_ended(frontend: RunningFrontend) -> None:
     wide = logprobs_of(-1.0, dict.fromkeys(range(20), -1.0))
     frontend.scheduler.script = lambda _: [Step(step.tokens, logprobs=(wide,)) for step in ENDLESS]
-    with post_raw(frontend.port, {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}, receive_buffer=4096) as connection:
+    with post_raw(frontend.port, PATH, {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}, receive_buffer=4096) as connection:
         frontend.scheduler.wait_for(AbortRequest)
         assert b"[DONE]" not in read_to_end(connection)
     frontend.scheduler.script = counting
@@ -164,7 +139,7 @@ def test_a_whole_reply_is_held_until_it_is_sent(frontend: RunningFrontend) -> No
     assert text is not None
     num_bytes = 4 * len(text.tokenizer.decode([token_id for step in steps for token_id in step.tokens]))
     frontend.scheduler.script = lambda _: [*steps, *[Step()] * 100_000]
-    with post_raw(frontend.port, {"messages": HELLO, "max_tokens": 100}):
+    with post_raw(frontend.port, PATH, {"messages": HELLO, "max_tokens": 100}):
         frontend.wait_until(lambda: frontend.services.overload.reply_bytes == num_bytes > 0, "what is held is not what has come")
     frontend.wait_until(lambda: frontend.services.overload.reply_bytes == 0, "the reply is still held")
 
@@ -197,7 +172,7 @@ def test_logprobs_of_a_whole_reply_are_encoded_as_they_come_and_not_at_its_end(f
 
 def test_a_slow_client_gets_everything_while_others_go_on(frontend: RunningFrontend) -> None:
     frontend.scheduler.script = lambda request: [*ENDLESS[: request.limits.max_tokens - 1], Step((40,), "length")]
-    with post_raw(frontend.port, {"messages": HELLO, "stream": True, "max_tokens": 50}):
+    with post_raw(frontend.port, PATH, {"messages": HELLO, "stream": True, "max_tokens": 50}):
         for _ in range(5):
             assert parse_response(frontend.post(PATH, messages=HELLO, max_tokens=5, stream=True)).done
 
